@@ -1,0 +1,207 @@
+//! Names of relays and transfers, and the notes that carry them.
+
+use std::{fmt, str::FromStr, sync::Arc};
+
+use arrayvec::ArrayString;
+
+/// A relay's random name: new with every relay, so that a restarted peer is told from its
+/// predecessor. Prints as 32 hexadecimal digits.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Instance([u8; 16]);
+
+impl Instance {
+    /// The instance with these bytes.
+    pub fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self(bytes)
+    }
+
+    /// Its bytes, in the order in which they print.
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.0
+    }
+}
+
+impl fmt::Display for Instance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", u128::from_be_bytes(self.0))
+    }
+}
+
+impl fmt::Debug for Instance {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Instance({self})")
+    }
+}
+
+impl FromStr for Instance {
+    type Err = NotHex;
+
+    fn from_str(text: &str) -> Result<Self, NotHex> {
+        parse_hex(text).map(|value| Self(value.to_be_bytes()))
+    }
+}
+
+/// Names one put: 64 unguessable bits, the slot's index, and the slot's generation.
+///
+/// Prints as 32 hexadecimal digits; `Debug` hides it, since whoever knows it can end the put.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct TransferId {
+    /// Unguessable, and of no other put.
+    pub random: u64,
+    /// The slot's index in its pool.
+    pub slot: u32,
+    /// How many puts that slot has carried.
+    pub generation: u32,
+}
+
+impl TransferId {
+    /// Its 16 bytes, in the order in which they print.
+    pub fn to_bytes(self) -> [u8; 16] {
+        self.to_u128().to_be_bytes()
+    }
+
+    /// The id with these bytes.
+    pub fn from_bytes(bytes: [u8; 16]) -> Self {
+        Self::from_u128(u128::from_be_bytes(bytes))
+    }
+
+    /// The id at the end of a transfer's name, which is `{engine_id}_{32 hex}`.
+    pub fn of_name(name: &str) -> Option<Self> {
+        let (_, id) = name.rsplit_once('_')?;
+        id.parse().ok()
+    }
+
+    fn to_u128(self) -> u128 {
+        u128::from(self.random) << 64 | u128::from(self.slot) << 32 | u128::from(self.generation)
+    }
+
+    fn from_u128(value: u128) -> Self {
+        Self { random: (value >> 64) as u64, slot: (value >> 32) as u32, generation: value as u32 }
+    }
+}
+
+impl fmt::Display for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:032x}", self.to_u128())
+    }
+}
+
+impl fmt::Debug for TransferId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TransferId")
+            .field("slot", &self.slot)
+            .field("generation", &self.generation)
+            .finish_non_exhaustive()
+    }
+}
+
+impl FromStr for TransferId {
+    type Err = NotHex;
+
+    fn from_str(text: &str) -> Result<Self, NotHex> {
+        parse_hex(text).map(Self::from_u128)
+    }
+}
+
+/// Which put of which relay: what travels with every read between our own engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Identity {
+    /// The relay that put.
+    pub instance: Instance,
+    /// Its put.
+    pub id: TransferId,
+}
+
+/// The text is not 32 lower-case hexadecimal digits.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[error("not 32 lower-case hexadecimal digits")]
+pub struct NotHex;
+
+fn parse_hex(text: &str) -> Result<u128, NotHex> {
+    // `from_str_radix` alone would take a sign and upper case, and so two names for one id.
+    if text.len() != 32 || !text.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f')) {
+        return Err(NotHex);
+    }
+    u128::from_str_radix(text, 16).map_err(|_| NotHex)
+}
+
+/// What a notification says of the transfer it names.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Note {
+    /// `transfer_complete`: the receiver has the bytes.
+    Complete,
+    /// `transfer_failed`: the receiver gave up.
+    Failed,
+    /// Any other text; no relay of ours sends it.
+    Other(Arc<str>),
+}
+
+/// A message from one peer's [`notify`](crate::Engine::notify) to another's
+/// [`poll`](crate::Engine::poll). Names of up to 127 bytes are kept without allocation.
+///
+/// ```
+/// use mooncake_relay::{Note, Notification};
+/// let note = Notification::new("stage0_1f", "transfer_complete");
+/// assert_eq!(note.note(), &Note::Complete);
+/// assert_eq!((note.name(), note.message()), ("stage0_1f", "transfer_complete"));
+/// ```
+#[derive(Clone, PartialEq, Eq)]
+pub struct Notification {
+    name: Name,
+    note: Note,
+}
+
+#[derive(Clone, PartialEq, Eq)]
+enum Name {
+    Inline(ArrayString<127>),
+    Shared(Arc<str>),
+}
+
+const COMPLETE: &str = "transfer_complete";
+const FAILED: &str = "transfer_failed";
+
+impl Notification {
+    /// The notification with these two texts, as they travel.
+    pub fn new(name: &str, message: &str) -> Self {
+        let note = match message {
+            COMPLETE => Note::Complete,
+            FAILED => Note::Failed,
+            other => Note::Other(other.into()),
+        };
+        Self::with_note(name, note)
+    }
+
+    pub(crate) fn with_note(name: &str, note: Note) -> Self {
+        let name = ArrayString::from(name).map_or_else(|_| Name::Shared(name.into()), Name::Inline);
+        Self { name, note }
+    }
+
+    /// Which transfer it is about.
+    pub fn name(&self) -> &str {
+        match &self.name {
+            Name::Inline(name) => name,
+            Name::Shared(name) => name,
+        }
+    }
+
+    /// What it says.
+    pub fn note(&self) -> &Note {
+        &self.note
+    }
+
+    /// What it says, as text.
+    pub fn message(&self) -> &str {
+        match &self.note {
+            Note::Complete => COMPLETE,
+            Note::Failed => FAILED,
+            Note::Other(text) => text,
+        }
+    }
+}
+
+impl fmt::Debug for Notification {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Notification").field("note", &self.note).finish_non_exhaustive()
+    }
+}

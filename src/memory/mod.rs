@@ -1,0 +1,87 @@
+//! Memory that a pool can be carved from.
+
+mod host;
+mod limits;
+
+use std::ptr::NonNull;
+
+pub use self::host::Host;
+use crate::error::Result;
+
+/// The size of a page.
+pub(crate) const PAGE: usize = 4096;
+
+/// One contiguous stretch of memory. Sealed: the crate knows every kind.
+pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
+    /// What says where the memory comes from.
+    type Options: Default + Send;
+
+    /// Whether the processor can touch the bytes.
+    #[doc(hidden)]
+    const HOST: bool;
+
+    /// What `health` calls the device: `"cpu"`, `"cuda:0"`.
+    fn device(&self) -> String;
+
+    /// The ordinal in the metadata; 0 for the host.
+    fn device_id(&self) -> i64;
+
+    /// Allocates `len` bytes, initialised and page-aligned.
+    #[doc(hidden)]
+    fn allocate(options: &Self::Options, len: usize, purpose: Purpose) -> Result<Self>;
+
+    /// Where it is. The same for the value's whole life.
+    #[doc(hidden)]
+    fn span(&self) -> Span;
+}
+
+/// What memory is for; on the host each is a memfd of its own.
+#[doc(hidden)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Purpose {
+    /// Slots that peers read: sealed, so that nobody else can ever map them writable.
+    Published,
+    /// Stamps, likewise.
+    Stamps,
+    /// Slots that reads fill.
+    Receive,
+}
+
+/// An address and a length; owns nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// The first byte.
+    pub ptr: NonNull<u8>,
+    /// The number of bytes.
+    pub len: usize,
+}
+
+impl Span {
+    /// The first byte's address, as it stands in metadata.
+    pub fn addr(self) -> u64 {
+        self.ptr.as_ptr().expose_provenance() as u64
+    }
+
+    /// Whether `len` bytes at `addr` lie wholly inside.
+    pub fn contains(self, addr: u64, len: usize) -> bool {
+        let Some(offset) = addr.checked_sub(self.addr()) else { return false };
+        let Some(room) = (self.len as u64).checked_sub(offset) else { return false };
+        len as u64 <= room
+    }
+
+    /// Whether the two share a byte.
+    pub fn overlaps(self, other: Self) -> bool {
+        let (a, b) = (self.addr(), other.addr());
+        a < b.saturating_add(other.len as u64) && b < a.saturating_add(self.len as u64)
+    }
+}
+
+// SAFETY: a span is two numbers; only `unsafe` code can follow the pointer.
+unsafe impl Send for Span {}
+// SAFETY: as above.
+unsafe impl Sync for Span {}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::Host {}
+}
