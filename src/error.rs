@@ -4,20 +4,39 @@ use std::io;
 
 /// Everything that can go wrong in a relay: a variant per remedy, the facts in its fields.
 ///
-/// No variant shows a transfer id, since whoever knows one can end that transfer.
+/// No variant shows a transfer id, since whoever knows one can end that transfer. What to do about
+/// each is in [`guide::troubleshooting`](crate::guide::troubleshooting).
+///
+/// ```
+/// use mooncake_relay::{Config, Error, InProcessEngine, Relay};
+/// let engine = std::sync::Arc::new(InProcessEngine::new("doc-error")?);
+/// match Relay::new(engine, &Config::default().with_credits(0)) {
+///     Err(Error::Config { field, reason }) => {
+///         assert_eq!((field, reason.as_str()), ("credits", "0 is not an integer from 1 to 65536"));
+///     }
+///     other => panic!("{other:?}"),
+/// }
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Every slot is in use, or the queue of gets is full. Wait for a transfer to end.
-    #[error("every slot is in use: wait for a transfer to end, or configure more credits")]
+    #[error(
+        "every slot is in use, or the queue of gets is full: wait for a transfer to end, or \
+         configure more credits or a longer queue"
+    )]
     Exhausted,
 
     /// The time given passed first; for a put, its lease ended before anybody acknowledged it.
-    #[error("timed out")]
+    #[error("timed out: a put's lease, a get's limit, or a wait for a free slot has ended")]
     TimedOut,
 
     /// The payload does not fit. Configure larger slots, or pass a larger destination.
-    #[error("{len} bytes do not fit in {slot_size}")]
+    #[error(
+        "{len} bytes do not fit in {slot_size}: configure larger slots, or `get_into` a buffer that is \
+         long enough"
+    )]
     TooLarge {
         /// Bytes asked for.
         len: usize,
@@ -26,7 +45,7 @@ pub enum Error {
     },
 
     /// The sender no longer holds what the metadata names. Ask it for fresh metadata.
-    #[error("{peer} no longer holds this transfer: {reason}")]
+    #[error("stale transfer of {peer}: {reason}")]
     Stale {
         /// The sender's session id.
         peer: String,
@@ -34,10 +53,11 @@ pub enum Error {
         reason: &'static str,
     },
 
-    /// The peer is dead, unreachable, or broke off. Other peers are not affected.
+    /// The peer is dead, unreachable, or broke off; for a put, its receiver said that it failed. Other
+    /// peers are not affected.
     #[error("peer {peer} failed: {reason}")]
     PeerFailed {
-        /// The peer's session id.
+        /// The peer's session id; of a put `"(its receiver)"`, since a notification names no sender.
         peer: String,
         /// What happened.
         reason: String,
@@ -74,7 +94,8 @@ pub enum Error {
         reason: String,
     },
 
-    /// The engine itself failed or broke its contract.
+    /// The engine itself failed or broke its contract, or (`engine` is `"relay"`) a thread of the
+    /// relay panicked.
     #[error("{engine} engine: {reason}")]
     Engine {
         /// Which engine.

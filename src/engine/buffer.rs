@@ -6,8 +6,16 @@ use std::{fmt, slice, sync::Arc};
 use super::Identity;
 use crate::{error::Error, memory::Span};
 
-/// A peer's bytes.
-#[derive(Clone, Debug)]
+/// A peer's bytes: what an [`Engine`](crate::Engine) is asked to read.
+///
+/// ```
+/// use mooncake_relay::{Identity, Instance, RemoteBuffer, TransferId};
+/// let id = TransferId { random: 1, slot: 0, generation: 1 };
+/// let identity = Identity { instance: Instance::from_bytes([7; 16]), id };
+/// let remote = RemoteBuffer::new("10.0.0.7:15000", 0x7f00_0000_0000, 4096).with_identity(identity);
+/// assert_eq!((&*remote.peer, remote.len, remote.stamp), ("10.0.0.7:15000", 4096, None));
+/// ```
+#[derive(Clone, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct RemoteBuffer {
     /// The peer's [`session_id`](crate::Engine::session_id).
@@ -60,6 +68,24 @@ pub(crate) trait Lender: Send + Sync + 'static {
 }
 
 /// Our bytes, owned: whoever holds it owns the slot, and dropping it returns the credit.
+///
+/// `Send`, and bound to no lifetime: an engine that cannot end a read keeps it until it is quiet.
+/// Only a relay (or the conformance suite) makes one, and checks that what comes back is what it
+/// lent.
+///
+/// ```
+/// use mooncake_relay::{Error, Filled, LocalBuffer, ReadError};
+///
+/// /// The end of a read: `bytes` are what came from the peer.
+/// fn deliver(mut local: LocalBuffer, bytes: &[u8]) -> Result<Filled, ReadError> {
+///     match local.bytes_mut() {
+///         Some(dest) if dest.len() == bytes.len() => dest.copy_from_slice(bytes),
+///         _ => return Err(ReadError { error: Error::TimedOut, buffer: Some(local) }),
+///     }
+///     Ok(Filled { buffer: local, verified: false }) // the relay reads the stamp
+/// }
+/// # let _: fn(LocalBuffer, &[u8]) -> Result<Filled, ReadError> = deliver;
+/// ```
 pub struct LocalBuffer {
     /// `None` once the slot went back another way.
     lender: Option<Arc<dyn Lender>>,
@@ -81,7 +107,7 @@ impl LocalBuffer {
         self.span
     }
 
-    /// The bytes, or `None` if they are in device memory.
+    /// The bytes, or `None` if they are in device memory. As long as the remote ones.
     pub fn bytes(&self) -> Option<&[u8]> {
         let lender = self.lender.as_ref().filter(|lender| lender.is_host())?;
         let _ = lender;
@@ -98,7 +124,11 @@ impl LocalBuffer {
 
     /// Whether this is slot `index` of `lender`.
     pub(crate) fn is_of(&self, lender: &Arc<dyn Lender>, index: u32) -> bool {
-        self.index == index && self.lender.as_ref().is_some_and(|own| Arc::ptr_eq(own, lender))
+        self.index == index
+            && self
+                .lender
+                .as_ref()
+                .is_some_and(|own| Arc::as_ptr(own).addr() == Arc::as_ptr(lender).addr())
     }
 
     /// Ends the loan without giving the slot back: the caller owns it now.

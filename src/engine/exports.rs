@@ -38,15 +38,22 @@ pub(crate) enum Refusal {
 }
 
 impl Exports {
+    /// Opens a slot, unless it is read of another relay's put: two relays would share the engine, and
+    /// the pins of the one would be lost to the other.
     pub(crate) fn publish(&self, publication: &Publication) {
         let mut slots = self.slots.lock();
         let index = publication.slot as usize;
         if slots.len() <= index {
             slots.resize_with(index + 1, || None);
         }
-        let readers = slots[index].as_ref().map_or(0, |export| export.readers);
-        slots[index] =
-            Some(Export { publication: *publication, open: true, cut: false, readers });
+        let instance = publication.identity.instance;
+        let readers = match &slots[index] {
+            Some(old) if old.readers > 0 && old.publication.identity.instance != instance => {
+                return tracing::error!(slot = index, "not published: it is read of another relay");
+            }
+            old => old.as_ref().map_or(0, |old| old.readers),
+        };
+        slots[index] = Some(Export { publication: *publication, open: true, cut: false, readers });
     }
 
     pub(crate) fn retract(&self, publication: &Publication) -> Retracted {
@@ -178,5 +185,37 @@ impl Drop for Pin {
                 self.exports.quiet.notify_all();
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{Instance, TransferId};
+
+    #[test]
+    fn a_slot_that_is_read_of_one_relay_is_not_published_by_another() {
+        let exports = Arc::new(Exports::default());
+        let mut memory = [0; 64];
+        let mut of = |instance: u8| Publication {
+            slot: 0,
+            span: Span::of(&mut memory),
+            identity: Identity {
+                instance: Instance::from_bytes([instance; 16]),
+                id: TransferId { random: instance.into(), slot: 0, generation: 1 },
+            },
+            stamp: 1,
+            stamp_span: Span::of(&mut []),
+        };
+        let (first, second) = (of(1), of(2));
+        let pin = |put: &Publication| exports.pin(&put.identity, put.span.addr(), 64);
+        exports.publish(&first);
+        let pinned = pin(&first).unwrap();
+        exports.publish(&second);
+        assert_eq!(pin(&second).err(), Some(Refusal::Gone));
+        assert_eq!(exports.retract(&first), Retracted::Reading);
+        drop(pinned);
+        exports.publish(&second);
+        assert!(pin(&second).is_ok());
     }
 }

@@ -5,19 +5,19 @@ mod buffer;
 #[cfg(feature = "embedded")]
 mod embedded;
 mod exports;
-mod identity;
 mod inprocess;
+mod open;
 
-use std::time::Instant;
+use std::{fmt, time::Instant};
 
 pub(crate) use self::buffer::Lender;
+pub use self::buffer::{Filled, LocalBuffer, ReadError, RemoteBuffer, Stamp};
 #[cfg(feature = "embedded")]
 pub use self::embedded::{EmbeddedBuilder, EmbeddedEngine};
-pub use self::{
-    buffer::{Filled, LocalBuffer, ReadError, RemoteBuffer, Stamp},
-    identity::{Identity, Instance, Note, Notification, TransferId},
-};
-use crate::{error::Result, memory::Span, doorbell::Doorbell};
+pub use self::inprocess::InProcessEngine;
+pub use self::open::{EngineOptions, open_engine};
+pub(crate) use crate::identity::{Identity, Instance, Notification, TransferId};
+use crate::{doorbell::Doorbell, error::Result, memory::Span};
 
 /// A transport that reads a peer's registered memory.
 ///
@@ -38,11 +38,85 @@ use crate::{error::Result, memory::Span, doorbell::Doorbell};
 /// 5. Nothing unwinds or aborts across it.
 ///
 /// `mooncake_relay::conformance` (feature `conformance`) states all this as functions.
+///
+/// No method may call the relay. What an engine may do with it is to drop a [`LocalBuffer`], which
+/// returns its credit (but not within [`interrupt`](Self::interrupt)), and to ring its
+/// [`Doorbell`].
+///
+/// # Examples
+///
+/// An engine that counts the reads of another. What it leaves at its default works, in a plainer
+/// way: without `read_into`, say, a `get_into` goes through a slot. Two defaults are not for an engine
+/// that checks identities, nor for one that wraps such: it must end what it serves, by
+/// [`retract`](Self::retract) and [`cut`](Self::cut), or a reader of old metadata gets new bytes.
+///
+/// ```
+/// use std::{sync::atomic::{AtomicU64, Ordering::Relaxed}, sync::Arc, time::Instant};
+/// use mooncake_relay::*;
+///
+/// struct Counted<E> {
+///     inner: E,
+///     reads: AtomicU64,
+/// }
+///
+/// impl<E: Engine> Engine for Counted<E> {
+///     fn read(
+///         &self,
+///         remote: &RemoteBuffer,
+///         local: LocalBuffer,
+///         deadline: Instant,
+///     ) -> Result<Filled, ReadError> {
+///         self.reads.fetch_add(1, Relaxed);
+///         self.inner.read(remote, local, deadline)
+///     }
+///
+///     fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
+///         each("reads_counted", self.reads.load(Relaxed));
+///         self.inner.counters(each);
+///     }
+///
+///     fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
+///         self.inner.poll(events)
+///     }
+///     fn retract(&self, slot: &Publication) -> Retracted {
+///         self.inner.retract(slot)
+///     }
+///
+///     fn cut(&self, slot: &Publication) -> Retracted {
+///         self.inner.cut(slot)
+///     }
+///     // … and so on: eleven methods have no default.
+/// #   fn session_id(&self) -> &str { self.inner.session_id() }
+/// #   fn protocol(&self) -> &str { self.inner.protocol() }
+/// #   fn start(&self, instance: &Instance) -> Result<()> { self.inner.start(instance) }
+/// #   fn stop(&self, deadline: Instant) { self.inner.stop(deadline) }
+/// #   unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
+/// #       unsafe { self.inner.register(span, access) }
+/// #   }
+/// #   fn unregister(&self, span: Span) -> Result<()> { self.inner.unregister(span) }
+/// #   fn write(&self, remote: &RemoteBuffer, local: LocalBuffer, deadline: Instant)
+/// #       -> Result<LocalBuffer, ReadError> { self.inner.write(remote, local, deadline) }
+/// #   fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()> {
+/// #       self.inner.notify(peer, note, deadline)
+/// #   }
+/// #   fn publish(&self, slot: &Publication) { self.inner.publish(slot) }
+/// #   fn doorbell(&self) -> Option<&Doorbell> { self.inner.doorbell() }
+/// }
+///
+/// let engine = Counted { inner: InProcessEngine::new("doc-engine")?, reads: AtomicU64::new(0) };
+/// let relay = Relay::new(Arc::new(engine), &Config::default().with_slot_size(4096))?;
+/// let (metadata, _put) = relay.put_bytes(b"hello", Tensor::bytes(5))?;
+/// assert_eq!(&relay.get(&metadata)?.wait()?[..], b"hello");
+/// assert_eq!(relay.health().counters.engine["reads_counted"], 1);
+/// # Ok::<(), Error>(())
+/// ```
 pub trait Engine: Send + Sync + 'static {
-    /// The address under which peers reach this engine: `host:port`, IPv6 in brackets.
+    /// The address under which peers reach this engine, as it stands in the metadata: `host:port`,
+    /// IPv6 in brackets. The same for the engine's whole life.
     fn session_id(&self) -> &str;
 
-    /// The transport's name in the metadata: `"tcp"`, `"rdma"`, …
+    /// The transport's name in the metadata: `"tcp"`, `"rdma"`, … A relay gets nothing from a sender
+    /// that names another.
     fn protocol(&self) -> &str;
 
     /// Called by the relay before its first [`register`](Self::register).
@@ -52,7 +126,8 @@ pub trait Engine: Send + Sync + 'static {
     /// [`Error::Config`](crate::Error::Config) while another relay uses this engine.
     fn start(&self, instance: &Instance) -> Result<()>;
 
-    /// Called by the relay after its last [`unregister`](Self::unregister). Ends what still waits.
+    /// Called by the relay after its last [`unregister`](Self::unregister). Ends what still waits;
+    /// calls that come in its middle or after it fail, or do nothing.
     fn stop(&self, deadline: Instant);
 
     /// Makes `span` known: to be read by peers where and while it is published, or to be filled by
@@ -60,7 +135,10 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Safety
     ///
-    /// The span stays mapped until [`unregister`](Self::unregister) has returned `Ok`.
+    /// The span stays mapped until [`unregister`](Self::unregister) has returned `Ok`. Of an
+    /// [`Access::Published`] one, nobody writes the bytes of a [`Publication`] from
+    /// [`publish`](Self::publish) on until a [`retract`](Self::retract) or [`cut`](Self::cut) of it
+    /// has said [`Retracted::Quiet`].
     unsafe fn register(&self, span: Span, access: Access) -> Result<()>;
 
     /// Forgets `span`, once the reads of it that are under way have ended or were ended.
@@ -70,13 +148,23 @@ pub trait Engine: Send + Sync + 'static {
     /// After an error the engine may still touch the span, so its owner never unmaps it.
     fn unregister(&self, span: Span) -> Result<()>;
 
-    /// Prepares for reads from `peer`, so that the first costs no more than the next.
+    /// Prepares for reads from `peer`, so that the first costs no more than the next. No relay calls
+    /// it: whoever keeps the engine may. By default it does nothing.
     fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
         let _ = (peer, deadline);
         Ok(())
     }
 
     /// Fills `local` with the bytes of `remote`. Both are of one length.
+    ///
+    /// With an identity, [`Filled::verified`] says whether the engine made sure of it; if not, the
+    /// relay reads the stamp by a second call.
+    ///
+    /// # Errors
+    ///
+    /// Of the kinds that a get's token has. [`Error::PeerFailed`](crate::Error::PeerFailed) and
+    /// [`Error::TimedOut`](crate::Error::TimedOut) say that the peer did not answer: the relay then
+    /// lets it occupy one thread at a time until it does.
     fn read(
         &self,
         remote: &RemoteBuffer,
@@ -84,7 +172,8 @@ pub trait Engine: Send + Sync + 'static {
         deadline: Instant,
     ) -> Result<Filled, ReadError>;
 
-    /// Does many reads; the outcomes come in the order asked. By default one after another.
+    /// Does many reads; the outcomes come in the order asked. By default one after another. No relay
+    /// calls it.
     fn read_many(
         &self,
         reads: Vec<(RemoteBuffer, LocalBuffer)>,
@@ -107,7 +196,12 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
-    /// Fills `remote` with the bytes of `local`.
+    /// Fills `remote` with the bytes of `local`. No relay calls it.
+    ///
+    /// # Errors
+    ///
+    /// As [`read`](Self::read); [`Error::Rejected`](crate::Error::Rejected) where writes are not
+    /// allowed.
     fn write(
         &self,
         remote: &RemoteBuffer,
@@ -116,22 +210,50 @@ pub trait Engine: Send + Sync + 'static {
     ) -> Result<LocalBuffer, ReadError>;
 
     /// Tells `peer`, and says whether it took the note.
+    ///
+    /// # Errors
+    ///
+    /// The relay tries again after any but [`Error::Closed`](crate::Error::Closed).
     fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()>;
 
     /// Hands each event since the last call to `events`. Never blocks.
+    ///
+    /// `events` ends puts: it calls [`retract`](Self::retract) of this engine, drops slots and tells
+    /// tokens. So hold no lock over it.
+    ///
+    /// # Errors
+    ///
+    /// Counted as `poll_errors`; the relay looks again after 10 ms.
     fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()>;
 
-    /// Opens a slot to reads by peers. Never blocks.
+    /// Opens a slot to reads by peers, in place of what that slot published before. Never blocks.
     fn publish(&self, slot: &Publication);
 
     /// Closes a slot to new reads and says whether one is under way. Never blocks; asked again
     /// until [`Retracted::Quiet`].
-    fn retract(&self, slot: &Publication) -> Retracted;
+    ///
+    /// By default [`Retracted::Unknown`]: for an engine that serves whatever is registered, and so
+    /// never says that a read was verified. An engine that does must end the publication here.
+    fn retract(&self, slot: &Publication) -> Retracted {
+        let _ = slot;
+        Retracted::Unknown
+    }
 
     /// The quarantine is over: as [`retract`](Self::retract), and ends what still reads.
     fn cut(&self, slot: &Publication) -> Retracted {
         self.retract(slot)
     }
+
+    /// Nobody wants the read any more that fills `span`: it may end at once, with any error. Never
+    /// blocks; asked again until the read has returned. By default the read goes on.
+    ///
+    /// Called under a lock of the relay's: it must not drop a [`LocalBuffer`].
+    fn interrupt(&self, span: Span) {
+        let _ = span;
+    }
+
+    /// Housekeeping: called about once a second while a relay is open. Never blocks.
+    fn tend(&self) {}
 
     /// The bell that this engine rings after it has queued an event for [`poll`](Self::poll).
     ///
@@ -141,7 +263,8 @@ pub trait Engine: Send + Sync + 'static {
         None
     }
 
-    /// Hands the engine's own counters to `each`, for [`Relay::health`](crate::Relay::health).
+    /// Hands the engine's own counters to `each`, for [`Relay::health`](crate::Relay::health). By
+    /// default there are none.
     fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
         let _ = each;
     }
@@ -158,23 +281,88 @@ pub enum Access {
 }
 
 /// One put, as the engine sees it.
-#[derive(Clone, Copy, Debug)]
+///
+/// Between [`publish`](Engine::publish) and [`retract`](Engine::retract) peers may read `span`, as
+/// those bytes of `identity`; `stamp_span` they may read for as long as its memory is registered.
+///
+/// ```
+/// use mooncake_relay::{Publication, RemoteBuffer};
+///
+/// /// Whether a peer that asks for `wanted` may have it.
+/// fn is_served(published: &Publication, wanted: &RemoteBuffer) -> bool {
+///     published.span().contains(wanted.ptr, wanted.len)
+///         && wanted.identity.is_none_or(|identity| identity == published.identity())
+/// }
+/// # let _: fn(&Publication, &RemoteBuffer) -> bool = is_served;
+/// ```
+#[derive(Clone, Copy)]
 pub struct Publication {
+    slot: u32,
+    span: Span,
+    identity: Identity,
+    stamp: u64,
+    stamp_span: Span,
+}
+
+impl Publication {
+    /// A put of `span` from slot `slot`, whose stamp `stamp` lies in `stamp_span`. The relay makes
+    /// them; whoever drives an engine by hand may.
+    ///
+    /// # Safety
+    ///
+    /// Both spans lie in memory that is registered with the engine as [`Access::Published`], and the
+    /// stamp's is eight aligned bytes that only atomics touch. From [`Engine::publish`] on, nobody
+    /// writes the bytes of `span` until the engine has said [`Retracted::Quiet`] of it, or was
+    /// rid of the memory by [`Engine::unregister`].
+    pub unsafe fn new(
+        slot: u32,
+        span: Span,
+        identity: Identity,
+        stamp: u64,
+        stamp_span: Span,
+    ) -> Self {
+        Self { slot, span, identity, stamp, stamp_span }
+    }
+
     /// The slot's index in its pool.
-    pub slot: u32,
+    pub fn slot(&self) -> u32 {
+        self.slot
+    }
+
     /// Its bytes: the put's length, not the slot's.
-    pub span: Span,
+    pub fn span(&self) -> Span {
+        self.span
+    }
+
     /// Which put this is.
-    pub identity: Identity,
-    /// The stamp's value.
-    pub stamp: u64,
-    /// Where the stamp lies: eight bytes that peers may read from the first publication of the
-    /// slot on, also after it was retracted.
-    pub stamp_span: Span,
+    pub fn identity(&self) -> Identity {
+        self.identity
+    }
+
+    /// The stamp's value: what proves the bytes to a reader that cannot be asked for the identity.
+    pub fn stamp(&self) -> u64 {
+        self.stamp
+    }
+
+    /// Where the stamp lies: eight bytes that peers may read from the first publication of the slot
+    /// on, also after it was retracted.
+    pub fn stamp_span(&self) -> Span {
+        self.stamp_span
+    }
+}
+
+impl fmt::Debug for Publication {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Publication")
+            .field("slot", &self.slot)
+            .field("span", &self.span)
+            .field("identity", &self.identity)
+            .finish_non_exhaustive()
+    }
 }
 
 /// Whether a retracted slot is still being read.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[must_use]
 pub enum Retracted {
     /// No read of it is under way, and none will begin.
@@ -182,6 +370,7 @@ pub enum Retracted {
     /// A read of it is under way.
     Reading,
     /// This engine cannot know.
+    #[default]
     Unknown,
 }
 
@@ -191,6 +380,6 @@ pub enum Retracted {
 pub enum Event {
     /// A peer's notification.
     Note(Notification),
-    /// The relay of that instance is proven gone.
+    /// The relay of that instance is proven gone: the engine has ended its reads.
     PeerGone(Instance),
 }

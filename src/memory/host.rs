@@ -6,7 +6,9 @@ use std::{
 };
 
 use rustix::{
-    fs::{FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create},
+    fs::{
+        FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, ftruncate, memfd_create,
+    },
     io::Errno,
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap},
 };
@@ -14,7 +16,9 @@ use rustix::{
 use super::{Memory, PAGE, Purpose, Span, limits};
 use crate::error::{Error, Result};
 
-/// Page-aligned host memory that another process can be given by its descriptor.
+/// Page-aligned host memory: a memfd, populated when it is made, and not there in a forked child.
+///
+/// What peers read is sealed: no other process can map it to write.
 #[derive(Debug)]
 pub struct Host {
     span: Span,

@@ -1,17 +1,20 @@
 //! Memory that a pool can be carved from.
 
+mod copy;
 mod host;
 mod limits;
 
 use std::ptr::NonNull;
 
+pub(crate) use self::copy::Copier;
 pub use self::host::Host;
 use crate::error::Result;
 
 /// The size of a page.
 pub(crate) const PAGE: usize = 4096;
 
-/// One contiguous stretch of memory. Sealed: the crate knows every kind.
+/// One contiguous stretch of memory, of which a relay's slots are made. Sealed: the crate knows every
+/// kind; this version has [`Host`].
 pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
     /// What says where the memory comes from.
     type Options: Default + Send;
@@ -48,6 +51,15 @@ pub enum Purpose {
 }
 
 /// An address and a length; owns nothing.
+///
+/// ```
+/// # use mooncake_relay::*; let engine = InProcessEngine::new("doc-span")?;
+/// # let relay = Relay::new(std::sync::Arc::new(engine), &Config::default().with_slot_size(4096))?;
+/// let (a, b) = (relay.try_acquire(100)?.span(), relay.try_acquire(4096)?.span());
+/// assert!(a.contains(a.addr() + 90, 10) && !a.contains(a.addr() + 90, 11));
+/// assert!(a.overlaps(a) && a.addr() != 0 && b.len == 4096);
+/// # Ok::<(), Error>(())
+/// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Span {
     /// The first byte.
@@ -57,6 +69,11 @@ pub struct Span {
 }
 
 impl Span {
+    /// Where `bytes` are.
+    pub(crate) fn of(bytes: &mut [u8]) -> Self {
+        Self { len: bytes.len(), ptr: NonNull::from(bytes).cast() }
+    }
+
     /// The first byte's address, as it stands in metadata.
     pub fn addr(self) -> u64 {
         self.ptr.as_ptr().expose_provenance() as u64

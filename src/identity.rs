@@ -5,7 +5,15 @@ use std::{fmt, str::FromStr, sync::Arc};
 use arrayvec::ArrayString;
 
 /// A relay's random name: new with every relay, so that a restarted peer is told from its
-/// predecessor. Prints as 32 hexadecimal digits.
+/// predecessor. Prints, and is parsed, as 32 lower-case hexadecimal digits.
+///
+/// ```
+/// use mooncake_relay::Instance;
+/// let instance = Instance::from_bytes([0xab; 16]);
+/// assert_eq!(instance.to_string(), "ab".repeat(16));
+/// assert_eq!("ab".repeat(16).parse(), Ok(instance));
+/// assert!("AB".repeat(16).parse::<Instance>().is_err()); // one name for one relay
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct Instance([u8; 16]);
 
@@ -44,13 +52,22 @@ impl FromStr for Instance {
 /// Names one put: 64 unguessable bits, the slot's index, and the slot's generation.
 ///
 /// Prints as 32 hexadecimal digits; `Debug` hides it, since whoever knows it can end the put.
+///
+/// ```
+/// use mooncake_relay::TransferId;
+/// let id = TransferId { random: 0xfeed, slot: 1, generation: 7 };
+/// assert_eq!(id.to_string(), "000000000000feed0000000100000007");
+/// assert_eq!(TransferId::of_name(&format!("stage_0_{id}")), Some(id));
+/// assert_eq!(TransferId::from_bytes(id.to_bytes()), id);
+/// assert!(!format!("{id:?}").contains("feed"));
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct TransferId {
     /// Unguessable, and of no other put.
     pub random: u64,
     /// The slot's index in its pool.
     pub slot: u32,
-    /// How many puts that slot has carried.
+    /// Which of that slot's puts it is: 1 is the first.
     pub generation: u32,
 }
 
@@ -162,7 +179,8 @@ const COMPLETE: &str = "transfer_complete";
 const FAILED: &str = "transfer_failed";
 
 impl Notification {
-    /// The notification with these two texts, as they travel.
+    /// The notification with these two texts, as they travel: `name` and `notify_msg` of a type-2
+    /// control frame, as the real engine 0.3.13.post1 has it on the wire.
     pub fn new(name: &str, message: &str) -> Self {
         let note = match message {
             COMPLETE => Note::Complete,

@@ -1,0 +1,120 @@
+//! What is known of each peer: whether it answers.
+
+use std::{collections::HashMap, sync::Arc, time::Instant};
+
+use parking_lot::{Mutex, RwLock};
+
+use crate::{
+    error::Error,
+    sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering},
+};
+
+/// Everybody this relay has read from lately.
+#[derive(Debug, Default)]
+pub(crate) struct Peers {
+    known: RwLock<HashMap<Arc<str>, Arc<Peer>>>,
+}
+
+/// More than this many are not remembered; those with nothing under way are forgotten first.
+const REMEMBERED: usize = 4096;
+
+/// One peer.
+#[derive(Debug)]
+pub(crate) struct Peer {
+    trust: AtomicU8,
+    /// How many transfer threads are busy with it.
+    busy: AtomicU32,
+    /// How many gets ended well, and how many did not.
+    pub(crate) done: AtomicU64,
+    pub(crate) failed: AtomicU64,
+    /// The last failure, and when it was.
+    last_failure: Mutex<Option<(Instant, String)>>,
+}
+
+/// Whether a peer answers. Nothing is for ever: each transfer says anew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Trust {
+    /// It has not answered yet.
+    Unproven,
+    /// It answered last time.
+    Good,
+    /// It failed last time.
+    Failed,
+}
+
+impl Peers {
+    /// The peer at `session`, known or not.
+    pub(crate) fn at(&self, session: &Arc<str>) -> Arc<Peer> {
+        if let Some(peer) = self.known.read().get(session) {
+            return Arc::clone(peer);
+        }
+        let mut known = self.known.write();
+        if known.len() >= REMEMBERED {
+            known.retain(|_, peer| Arc::strong_count(peer) > 1);
+        }
+        let fresh = || {
+            Arc::new(Peer {
+                trust: AtomicU8::new(Trust::Unproven as u8),
+                busy: AtomicU32::new(0),
+                done: AtomicU64::new(0),
+                failed: AtomicU64::new(0),
+                last_failure: Mutex::default(),
+            })
+        };
+        Arc::clone(known.entry(Arc::clone(session)).or_insert_with(fresh))
+    }
+
+    /// Hands each peer to `each`, with its session id.
+    pub(crate) fn each(&self, mut each: impl FnMut(&str, &Peer)) {
+        for (session, peer) in self.known.read().iter() {
+            each(session, peer);
+        }
+    }
+}
+
+impl Peer {
+    pub(crate) fn trust(&self) -> Trust {
+        match self.trust.load(Ordering::Relaxed) {
+            1 => Trust::Good,
+            2 => Trust::Failed,
+            _ => Trust::Unproven,
+        }
+    }
+
+    pub(crate) fn learn(&self, trust: Trust) {
+        if self.trust() != trust {
+            self.trust.store(trust as u8, Ordering::Relaxed);
+        }
+    }
+
+    pub(crate) fn is_busy(&self) -> bool {
+        self.busy() > 0
+    }
+
+    pub(crate) fn busy(&self) -> u32 {
+        self.busy.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_done(&self) {
+        self.done.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn count_failure(&self, error: &Error) {
+        self.failed.fetch_add(1, Ordering::Relaxed);
+        *self.last_failure.lock() = Some((Instant::now(), error.to_string()));
+    }
+
+    /// The last failure, and when it was.
+    pub(crate) fn last_failure(&self) -> Option<(Instant, String)> {
+        self.last_failure.lock().clone()
+    }
+
+    pub(crate) fn begin(&self) {
+        self.busy.fetch_add(1, Ordering::Relaxed);
+    }
+
+    pub(crate) fn end(&self) {
+        self.busy.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,13 @@
+//! Registered memory, cut into slots.
+
+mod credits;
+#[cfg(not(loom))]
+mod slot;
+#[cfg(not(loom))]
+mod stamps;
+
+pub use self::credits::{Credits, Queued};
+#[cfg(not(loom))]
+pub use self::slot::Slot;
+#[cfg(not(loom))]
+pub(crate) use self::{slot::Pool, stamps::Stamps};

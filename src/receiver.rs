@@ -1,0 +1,337 @@
+//! The receiver's side: how a get is read, verified, acknowledged and completed.
+
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use crate::{
+    core::{Core, State},
+    engine::{Filled, ReadError, RemoteBuffer, Stamp},
+    error::{Error, Result},
+    gets::{Claim, Handle, Job, Tell, What, Work},
+    identity::{Note, Notification},
+    memory::{Memory, Span},
+    peers::Trust,
+    pool::Slot,
+    token::{Token, Tokens},
+    wait::deadline_after,
+};
+
+/// How long the one notification that a get waits for may take; beyond, it is retried aside.
+const NOTIFY_LIMIT: Duration = Duration::from_secs(1);
+/// The pause before the first retry of a notification; it doubles up to the second.
+const RETRY_FIRST: Duration = Duration::from_millis(20);
+const RETRY_MOST: Duration = Duration::from_secs(1);
+/// The pause is this many times as long as the try that failed, at least.
+const SILENT_SHARE: u32 = 4;
+/// How much longer a thread may take to say itself that its deadline has passed.
+const EXPIRY_GRACE: Duration = Duration::from_millis(20);
+
+impl<M: Memory> Core<M> {
+    /// Queues a get.
+    pub(crate) fn submit(&self, what: What, request: Option<Arc<str>>) -> Result<Token<Slot<M>>> {
+        self.check_open()?;
+        let (completer, token) = Tokens::make(&self.tokens);
+        let deadline = self.ticks(what.deadline);
+        let job = Job { what, since: Instant::now(), request, completer: Some(completer) };
+        self.gets.submit(job)?;
+        self.counters.gets.count();
+        self.wake_notifier_by(deadline);
+        Ok(token)
+    }
+
+    /// Reads straight into `dest` on this thread. `None`: the engine goes through slots.
+    pub(crate) fn read_into(&self, what: &What, dest: &mut [u8]) -> Result<Option<()>> {
+        self.check_open()?;
+        let job = Job { what: what.clone(), since: Instant::now(), request: None, completer: None };
+        let entered = Entered { core: self, handle: self.gets.enter(job, Span::of(dest))? };
+        let Some(read) = self.engine.read_into(&what.remote, dest, what.deadline) else {
+            return Ok(None);
+        };
+        self.counters.gets.count();
+        self.learn(what, read.as_ref().err());
+        if !entered.is_wanted() {
+            // Whoever ended it has counted it and told the sender.
+            return Err(self.unwanted(what));
+        }
+        match &read {
+            Ok(()) => {
+                self.acknowledge(what);
+                self.count_got(what);
+            }
+            Err(error) => self.count_failure(what, error),
+        }
+        read.map(Some)
+    }
+
+    /// Reads what was claimed, on this thread, and tells its token.
+    pub(crate) fn perform(&self, claim: Claim<M>) {
+        let Claim { handle, what, slot } = claim;
+        let _span =
+            tracing::debug_span!("read", peer = %what.remote.peer, len = what.remote.len).entered();
+        // What an engine does with a panic is its own fault; the get's end is ours.
+        let read = catch_unwind(AssertUnwindSafe(|| self.read(&what, slot)));
+        let (read, kept) = match read {
+            Ok(Ok(slot)) => (Ok(slot), None),
+            Ok(Err((error, slot))) => (Err(error), slot),
+            Err(_) => (Err(broken_engine("its read panicked")), None),
+        };
+        let wanted = self.gets.is_wanted(handle);
+        if read.is_ok() && wanted {
+            self.acknowledge(&what);
+        }
+        // Whoever ended it meanwhile has told the token and the sender.
+        let completer = self.gets.finish(handle).and_then(|job| job.completer);
+        // Not before: an interrupt of this get would meet the next read into the same slot.
+        drop(kept);
+        let Some(completer) = completer else { return };
+        match &read {
+            Ok(_) => self.count_got(&what),
+            Err(error) => self.count_failure(&what, error),
+        }
+        completer.complete(read);
+    }
+
+    /// Ends the gets that `which` names; how many.
+    pub(crate) fn end_gets(
+        &self,
+        which: impl FnMut(&Job<M>, bool) -> bool,
+        error: impl Fn() -> Error,
+    ) -> usize {
+        let ended = self.gets.end(which);
+        let count = ended.len();
+        if count > 0 {
+            self.interrupt_unwanted();
+            // A read that had not begun yet is asked again.
+            self.wake_notifier_by(self.ticks(Instant::now()));
+        }
+        for job in ended {
+            let error = error();
+            self.count_failure(&job.what, &error);
+            if let Some(completer) = job.completer {
+                completer.complete(Err(error));
+            }
+        }
+        count
+    }
+
+    /// Ends the gets whose deadline has passed.
+    pub(crate) fn expire_gets(&self, now: Instant) {
+        let late = |job: &Job<M>, reading: bool| {
+            let grace = if reading { EXPIRY_GRACE } else { Duration::ZERO };
+            now.checked_duration_since(job.what.deadline).is_some_and(|late| late >= grace)
+        };
+        self.end_gets(late, || Error::TimedOut);
+    }
+
+    /// Asks the engine to end what it reads for gets that were ended.
+    pub(crate) fn interrupt_unwanted(&self) {
+        self.gets.each_unwanted(|span| self.engine.interrupt(span));
+    }
+
+    /// A transfer thread's life.
+    pub(crate) fn work(&self) {
+        loop {
+            match self.gets.next() {
+                Work::Read { claim, suspect } => {
+                    let peer = Arc::clone(&claim.what.peer);
+                    self.perform(claim);
+                    self.gets.release(suspect, &peer);
+                }
+                Work::Tell { tell, suspect } => {
+                    let peer = Arc::clone(&tell.what.peer);
+                    self.tell(tell);
+                    self.gets.release(suspect, &peer);
+                }
+                Work::End => return,
+            }
+        }
+    }
+
+    /// An error comes with the slot, unless the engine keeps it.
+    fn read(&self, what: &What, slot: Slot<M>) -> Result<Slot<M>, (Error, Option<Slot<M>>)> {
+        if what.deadline <= Instant::now() {
+            return Err((Error::TimedOut, Some(slot)));
+        }
+        let remote = &what.remote;
+        if remote.len == 0 && remote.identity.is_none() {
+            // A Python sender's empty tensor: there is nothing to read and nothing to verify.
+            return Ok(slot);
+        }
+        let (buffer, loan) = slot.lend();
+        let read = self.engine.read(remote, buffer, what.deadline);
+        self.learn(what, read.as_ref().err().map(|failed| &failed.error));
+        let (buffer, verdict) = match read {
+            Ok(Filled { buffer, verified }) => (Some(buffer), Ok(verified)),
+            Err(ReadError { error, buffer }) => (buffer, Err(error)),
+        };
+        let Some(buffer) = buffer else {
+            // The engine may still write into it, and drops it once it is quiet.
+            self.counters.buffers_kept.count();
+            return Err((verdict.err().unwrap_or(Error::TimedOut), None));
+        };
+        let slot = loan.redeem(buffer).map_err(|_| (broken_engine(OTHER_BUFFER), None))?;
+        let verified = match verdict {
+            Ok(verified) if verified || remote.identity.is_none() => Ok(()),
+            Ok(_) => self.verify_stamp(what),
+            Err(error) => Err(error),
+        };
+        match verified {
+            Ok(()) => Ok(slot),
+            Err(error) => Err((error, Some(slot))),
+        }
+    }
+
+    /// After the bytes: the stamp still says that they are those of this put.
+    fn verify_stamp(&self, what: &What) -> Result<()> {
+        let remote = &what.remote;
+        let Some(Stamp { ptr, value }) = remote.stamp else {
+            return Err(Error::metadata("stamp", "missing, and this engine needs it to verify"));
+        };
+        let len = size_of::<u64>();
+        let scratch = self.scratch.try_slot(len).ok_or(Error::Exhausted)?;
+        let (buffer, loan) = scratch.lend();
+        let stamp =
+            RemoteBuffer { peer: Arc::clone(&remote.peer), ptr, len, identity: None, stamp: None };
+        let filled = match self.engine.read(&stamp, buffer, what.deadline) {
+            Ok(filled) => filled,
+            Err(ReadError { error, buffer }) => {
+                drop(buffer.map(|buffer| loan.redeem(buffer)));
+                return Err(error);
+            }
+        };
+        let slot = loan.redeem(filled.buffer).map_err(|_| broken_engine(OTHER_BUFFER))?;
+        if slot[..] != value.to_le_bytes() {
+            return Err(Error::stale(&remote.peer, "its stamp says that the slot moved on"));
+        }
+        Ok(())
+    }
+
+    /// Tells the sender that its slot was read: one try here, the rest aside.
+    fn acknowledge(&self, what: &What) {
+        let now = Instant::now();
+        let limit = what.deadline.max(now + RETRY_FIRST).min(now + NOTIFY_LIMIT);
+        let note = Notification::with_note(&what.name, Note::Complete);
+        let _span = tracing::debug_span!("notify", peer = %what.remote.peer).entered();
+        if let Err(error) = self.notify_peer(&what.remote.peer, &note, limit) {
+            self.counters.notes_untaken.count();
+            tracing::debug!(peer = %what.remote.peer, %error, "a notification was not taken");
+            let until = deadline_after(now, what.lease);
+            let tell = Tell { what: what.clone(), note: Note::Complete, until, attempts: 1 };
+            self.owe(now + RETRY_FIRST, tell);
+        }
+    }
+
+    /// Tells the sender that its slot will not be read, without waiting for that.
+    fn nack(&self, what: &What, error: &Error) {
+        // A Python sender takes every notification for a success; a stale one holds nothing.
+        let ours = what.remote.identity.is_some();
+        if !ours || matches!(error, Error::Stale { .. } | Error::Closed) {
+            return;
+        }
+        let now = Instant::now();
+        let until = deadline_after(now, what.lease);
+        self.owe(now, Tell { what: what.clone(), note: Note::Failed, until, attempts: 0 });
+    }
+
+    fn tell(&self, mut tell: Tell) {
+        let now = Instant::now();
+        let note = Notification::with_note(&tell.what.name, tell.note.clone());
+        let peer = &tell.what.remote.peer;
+        tell.attempts += 1;
+        match self.notify_peer(peer, &note, now + NOTIFY_LIMIT) {
+            Ok(()) => tell.what.peer.learn(Trust::Good),
+            // Where the peer's name is no address, no later try can reach it.
+            Err(Error::Closed | Error::Metadata { .. }) => self.counters.notes_lost.count(),
+            Err(_) => {
+                tell.what.peer.learn(Trust::Failed);
+                let pause = RETRY_FIRST * 2_u32.pow(tell.attempts.min(8));
+                let end = Instant::now();
+                // One that never answers takes a small part of a thread, however much it is owed.
+                let due = end + pause.min(RETRY_MOST).max((end - now) * SILENT_SHARE);
+                self.gets.postpone(&tell.what.peer, due);
+                if due < tell.until {
+                    self.owe(due, tell);
+                } else {
+                    self.counters.notes_lost.count();
+                }
+            }
+        }
+    }
+
+    /// What an engine does with a panic is its own fault; the get's end is ours.
+    fn notify_peer(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()> {
+        catch_unwind(AssertUnwindSafe(|| self.engine.notify(peer, note, deadline)))
+            .unwrap_or_else(|_| Err(broken_engine("its notify panicked")))
+    }
+
+    fn owe(&self, due: Instant, tell: Tell) {
+        if !self.gets.tell(due, tell) {
+            self.counters.notes_lost.count();
+        }
+    }
+
+    /// Whether the peer answered, whatever it said.
+    fn learn(&self, what: &What, error: Option<&Error>) {
+        what.peer.learn(match error {
+            None | Some(Error::Stale { .. } | Error::Rejected { .. }) => Trust::Good,
+            Some(Error::PeerFailed { .. } | Error::TimedOut) => Trust::Failed,
+            Some(_) => return,
+        });
+    }
+
+    /// Why a get was ended that had no token to be told by.
+    fn unwanted(&self, what: &What) -> Error {
+        match self.state() {
+            State::Closed => Error::Closed,
+            State::Failed => self.failed(),
+            State::Open if what.deadline <= Instant::now() => Error::TimedOut,
+            State::Open => Error::Aborted,
+        }
+    }
+
+    fn count_got(&self, what: &What) {
+        self.counters.gets_done.count();
+        self.counters.bytes_got.add(what.remote.len as u64);
+        what.peer.count_done();
+    }
+
+    fn count_failure(&self, what: &What, error: &Error) {
+        self.counters.gets_failed.count();
+        what.peer.count_failure(error);
+        match error {
+            Error::TimedOut => self.counters.gets_timed_out.count(),
+            Error::Aborted => self.counters.gets_aborted.count(),
+            _ => {}
+        }
+        tracing::debug!(peer = %what.remote.peer, %error, "a get failed");
+        self.nack(what, error);
+    }
+}
+
+const OTHER_BUFFER: &str = "it returned another buffer than the one it was lent";
+
+#[cold]
+fn broken_engine(did: &str) -> Error {
+    Error::Engine { engine: "relay", reason: format!("the engine broke its contract: {did}") }
+}
+
+/// A get that its caller reads by itself; leaves the table when dropped.
+struct Entered<'a, M: Memory> {
+    core: &'a Core<M>,
+    handle: Handle,
+}
+
+impl<M: Memory> Entered<'_, M> {
+    fn is_wanted(&self) -> bool {
+        self.core.gets.is_wanted(self.handle)
+    }
+}
+
+impl<M: Memory> Drop for Entered<'_, M> {
+    fn drop(&mut self) {
+        self.core.gets.finish(self.handle);
+    }
+}

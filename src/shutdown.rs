@@ -1,0 +1,142 @@
+//! How a relay ends.
+
+use std::{
+    sync::Arc,
+    thread::{self, JoinHandle},
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex};
+
+use crate::{
+    core::{Core, State},
+    engine::{Access, Engine},
+    error::{Error, Result},
+    health::Closed,
+    memory::{Memory, Span},
+};
+
+/// How long channels without room may take what they are owed; who closes may be the one to read
+/// them, so it is not long.
+const LAST_OFFERS: Duration = Duration::from_millis(250);
+const OFFER_PAUSE: Duration = Duration::from_millis(1);
+
+/// What must be undone, and whether it was.
+#[derive(Default)]
+pub(crate) struct Shutdown {
+    threads: Arc<Threads>,
+    spans: Mutex<Vec<Span>>,
+    done: Mutex<Option<Closed>>,
+}
+
+/// The threads of one relay.
+#[derive(Default)]
+pub(crate) struct Threads {
+    handles: Mutex<Vec<JoinHandle<()>>>,
+    running: Mutex<usize>,
+    ended: Condvar,
+}
+
+/// A thread that runs, while it lives.
+pub(crate) struct Running(Arc<Threads>);
+
+impl Shutdown {
+    pub(crate) fn threads(&self) -> &Arc<Threads> {
+        &self.threads
+    }
+
+    /// Registers memory of the core's, which outlives the registration.
+    #[allow(unsafe_code)] // hands the pools' memory to the engine
+    pub(crate) fn register(&self, engine: &dyn Engine, span: Span, access: Access) -> Result<()> {
+        // SAFETY: the span is a pool's of the core; `close` unregisters it before the core goes, and
+        // keeps the core for ever if that fails.
+        unsafe { engine.register(span, access) }?;
+        self.spans.lock().push(span);
+        Ok(())
+    }
+
+    /// Ends everything, once; whoever calls again gets the same answer.
+    pub(crate) fn close<M: Memory>(&self, core: &Arc<Core<M>>, until: Instant) -> Closed {
+        let Some(mut done) = self.done.try_lock_until(until) else {
+            return Closed::default();
+        };
+        if let Some(closed) = *done {
+            return closed;
+        }
+        core.advance(State::Closed);
+        core.gets.close();
+        let quarantined = core.puts.quarantined();
+        let gets = core.end_gets(|_, _| true, || Error::Closed);
+        let puts = core.end_puts(|_| true, || Error::Closed);
+        core.end_quarantined();
+        core.slots.credits().wake_waiting();
+        core.bell().wake_all();
+        // Ends what still reads, here and at the peers.
+        let mut spans_kept = 0;
+        for span in self.spans.lock().drain(..).rev() {
+            if let Err(error) = core.engine.unregister(span) {
+                tracing::error!(%error, "the engine keeps memory of a closed relay");
+                spans_kept += 1;
+            }
+        }
+        if spans_kept > 0 {
+            // The engine may still touch the pages, so they are never unmapped.
+            std::mem::forget(Arc::clone(core));
+        }
+        // Before the join: a thread may have been about to begin a read, or wait for a peer's answer.
+        core.engine.stop(until);
+        let threads = self.threads.join(until);
+        // After the threads: one may have been about to put a slot there.
+        core.empty_quarantine();
+        let patience = until.min(Instant::now() + LAST_OFFERS);
+        core.tokens.backlog.flush();
+        // Nobody offers them after this.
+        while !core.tokens.backlog.is_empty() && Instant::now() < patience {
+            thread::sleep(OFFER_PAUSE);
+            core.tokens.backlog.flush();
+        }
+        let closed = Closed { puts, gets, quarantined, threads, spans_kept };
+        *done = Some(closed);
+        closed
+    }
+}
+
+impl Threads {
+    /// Counts a thread that is about to run.
+    pub(crate) fn enter(self: &Arc<Self>) -> Running {
+        *self.running.lock() += 1;
+        Running(Arc::clone(self))
+    }
+
+    /// Takes its handle, to be joined.
+    pub(crate) fn add(&self, handle: JoinHandle<()>) {
+        self.handles.lock().push(handle);
+    }
+
+    /// Waits until all have ended, or until `until`; how many have not.
+    fn join(&self, until: Instant) -> usize {
+        let handles = std::mem::take(&mut *self.handles.lock());
+        let own = thread::current().id();
+        // A relay that is dropped on a thread of its own cannot wait for that thread.
+        let inside = usize::from(handles.iter().any(|handle| handle.thread().id() == own));
+        let mut running = self.running.lock();
+        while *running > inside {
+            if self.ended.wait_until(&mut running, until).timed_out() {
+                return *running - inside;
+            }
+        }
+        drop(running);
+        for handle in handles.into_iter().filter(|handle| handle.thread().id() != own) {
+            // A panic was caught and told before.
+            let _ = handle.join();
+        }
+        0
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        *self.0.running.lock() -= 1;
+        self.0.ended.notify_all();
+    }
+}

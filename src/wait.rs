@@ -1,0 +1,134 @@
+//! How a thread passes the time until there is something to do.
+
+use std::{
+    fmt,
+    hint::spin_loop,
+    str::FromStr,
+    thread,
+    time::{Duration, Instant},
+};
+
+use serde::{Deserialize, Serialize};
+
+use crate::error::{Error, Result};
+
+/// What whoever waits does with its core until something happens: the notifier, and callers in
+/// `wait`, `wait_timeout` and `acquire`. Transfer threads always sleep. What each costs is in
+/// [`guide::settings`](crate::guide::settings). Prints, and is parsed, in lower case.
+///
+/// ```
+/// use mooncake_relay::WaitStrategy;
+/// assert_eq!("park".parse::<WaitStrategy>()?, WaitStrategy::Park);
+/// assert_eq!(WaitStrategy::default().to_string(), "auto");
+/// # Ok::<(), mooncake_relay::Error>(())
+/// ```
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum WaitStrategy {
+    /// Spins for 50 µs, then sleeps until it is woken; where this process may use one core only,
+    /// yields instead of spinning.
+    #[default]
+    Auto,
+    /// Keeps it: the least latency, and a whole core for each relay's notifier and for each caller
+    /// that waits.
+    Spin,
+    /// Offers it to others, and looks again; never sleeps.
+    Yield,
+    /// Sleeps at once until it is woken: the least use of the core.
+    Park,
+}
+
+impl fmt::Display for WaitStrategy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.pad(match self {
+            Self::Auto => "auto",
+            Self::Spin => "spin",
+            Self::Yield => "yield",
+            Self::Park => "park",
+        })
+    }
+}
+
+impl FromStr for WaitStrategy {
+    type Err = Error;
+
+    fn from_str(text: &str) -> Result<Self> {
+        [Self::Auto, Self::Spin, Self::Yield, Self::Park]
+            .into_iter()
+            .find(|strategy| strategy.to_string() == text)
+            .ok_or_else(|| Error::config("wait", format!("{text:?} is not {STRATEGIES}")))
+    }
+}
+
+pub(crate) const STRATEGIES: &str = "auto, spin, yield or park";
+
+/// `time` after `now`, or about a hundred years if there is no such instant.
+pub(crate) fn deadline_after(now: Instant, time: Duration) -> Instant {
+    const CENTURY: Duration = Duration::from_secs(100 * 365 * 24 * 60 * 60);
+    now + time.min(CENTURY)
+}
+
+/// How long a spin lasts before its thread sleeps: longer than a hop between two cores, shorter
+/// than what a sleeper's wake costs.
+const GRACE: Duration = Duration::from_micros(50);
+
+/// How many looks go by between two looks at the clock.
+const LOOKS: u32 = 64;
+
+/// One stretch of having nothing to do.
+#[derive(Debug)]
+pub(crate) struct Idle {
+    strategy: WaitStrategy,
+    /// Whether somebody else may need this core in order to give us work.
+    alone: bool,
+    looks: u32,
+    since: Option<Instant>,
+}
+
+impl Idle {
+    /// `cores` is how many processors this process may use.
+    pub(crate) fn new(strategy: WaitStrategy, cores: usize) -> Self {
+        Self { strategy, alone: cores < 2, looks: 0, since: None }
+    }
+
+    /// There was something to do.
+    pub(crate) fn reset(&mut self) {
+        (self.looks, self.since) = (0, None);
+    }
+
+    /// Passes a moment. True: the thread had better sleep until it is woken.
+    pub(crate) fn pause(&mut self) -> bool {
+        match self.strategy {
+            WaitStrategy::Park => return true,
+            WaitStrategy::Spin => spin_loop(),
+            WaitStrategy::Yield => thread::yield_now(),
+            WaitStrategy::Auto if self.alone => {
+                thread::yield_now();
+                return self.grace_is_over();
+            }
+            WaitStrategy::Auto => {
+                spin_loop();
+                self.looks += 1;
+                return self.looks.is_multiple_of(LOOKS) && self.grace_is_over();
+            }
+        }
+        false
+    }
+
+    fn grace_is_over(&mut self) -> bool {
+        let now = Instant::now();
+        now.duration_since(*self.since.get_or_insert(now)) >= GRACE
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_deadline_too_far_to_say_is_a_hundred_years_away() {
+        let now = Instant::now();
+        assert!(deadline_after(now, Duration::MAX) > now + Duration::from_secs(1 << 31));
+        assert_eq!(deadline_after(now, Duration::from_secs(1)), now + Duration::from_secs(1));
+    }
+}

@@ -1,0 +1,80 @@
+//! What the tests share.
+#![allow(dead_code, reason = "each test file uses a part")]
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+pub(crate) mod broken;
+pub(crate) mod hooked;
+pub(crate) mod peer;
+pub(crate) mod unsure;
+
+use std::{
+    fmt::Debug,
+    sync::mpsc,
+    thread,
+    time::{Duration, Instant},
+};
+
+/// Runs `body` on a thread of its own and fails loudly if it takes longer than `limit`.
+pub(crate) fn within<R: Send + 'static>(
+    limit: Duration,
+    body: impl FnOnce() -> R + Send + 'static,
+) -> R {
+    let (tx, rx) = mpsc::channel();
+    let runner = thread::spawn(move || {
+        let out = body();
+        let _ = tx.send(());
+        out
+    });
+    match rx.recv_timeout(limit) {
+        Err(mpsc::RecvTimeoutError::Timeout) => panic!("watchdog: still running after {limit:?}"),
+        _ => match runner.join() {
+            Ok(out) => out,
+            Err(panic) => std::panic::resume_unwind(panic),
+        },
+    }
+}
+
+/// Asks again and again until the answer is `expected`; fails with what it was instead. For what
+/// another process does in its own time.
+#[track_caller]
+pub(crate) fn eventually<T: PartialEq + Debug>(expected: T, mut ask: impl FnMut() -> T) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    loop {
+        let found = ask();
+        if found == expected {
+            return;
+        }
+        assert!(Instant::now() < deadline, "still {found:?}, not {expected:?}");
+        thread::sleep(Duration::from_millis(2)); // between two looks, not instead of one
+    }
+}
+
+/// Numbers that look random and are the same in every run.
+pub(crate) struct Random(u64);
+
+impl Random {
+    /// Prints the seed: it is all that is needed to run a failure again.
+    pub(crate) fn new(seed: u64) -> Self {
+        println!("seed {seed:#x}");
+        Self(seed)
+    }
+
+    /// xorshift64*
+    pub(crate) fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        (self.next() >> 16) % limit
+    }
+
+    /// From 0 to `most`; every order of magnitude is as likely as the next.
+    pub(crate) fn size(&mut self, most: u64) -> u64 {
+        let bits = u64::from(64 - most.leading_zeros());
+        let top = 1 << self.below(bits + 1);
+        self.below(top).min(most)
+    }
+}

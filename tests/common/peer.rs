@@ -1,0 +1,339 @@
+//! Other processes: the `peer` example, and the Python peer on the real engine.
+
+use std::{
+    collections::HashMap,
+    env, fs,
+    io::{self, BufRead, BufReader, Write},
+    path::{Path, PathBuf},
+    process::{Child, ChildStdin, Command, ExitStatus, Stdio},
+    sync::{
+        Arc, OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
+    thread,
+    time::{Duration, Instant, SystemTime},
+};
+
+use parking_lot::{Condvar, Mutex};
+use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
+
+/// Longer than any answer takes on a busy machine: what it finds is a hang.
+const PATIENCE: Duration = Duration::from_secs(60);
+
+/// A process that is driven by JSON lines. Dropping it kills the process.
+pub(crate) struct Peer {
+    child: Child,
+    input: Mutex<Option<ChildStdin>>,
+    inbox: Arc<Inbox>,
+    tags: AtomicU64,
+    ready: Value,
+}
+
+/// A put that the other process has answered.
+#[derive(Clone, Debug)]
+pub(crate) struct Sent {
+    pub(crate) tag: u64,
+    pub(crate) metadata: Value,
+    pub(crate) sha256: String,
+}
+
+#[derive(Default)]
+struct Inbox {
+    said: Mutex<Said>,
+    changed: Condvar,
+}
+
+#[derive(Default)]
+struct Said {
+    answers: HashMap<u64, Value>,
+    /// Lines without a tag: `ready`, `bye`, answers to what was no command.
+    others: Vec<Value>,
+    ended: bool,
+}
+
+impl Peer {
+    /// The `peer` example with these flags.
+    pub(crate) fn start(flags: &[&str]) -> Self {
+        Self::spawn(Command::new(example("peer")).args(flags))
+    }
+
+    /// The Python peer on the real engine. `None`, said aloud: it cannot be set up here.
+    pub(crate) fn python(flags: &[&str]) -> Option<Self> {
+        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+        static PYTHON: OnceLock<Result<String, String>> = OnceLock::new();
+        match PYTHON.get_or_init(|| set_up_wheel(root)) {
+            Ok(python) => Some(Self::spawn(
+                Command::new(python)
+                    .arg(root.join("tests/mooncake_peer.py"))
+                    .args(flags)
+                    .env("PYTHONPATH", root.join("target/mooncake-0.3.13.post1"))
+                    .env("MC_FORCE_TCP", "1"),
+            )),
+            Err(reason) if env::var_os("CI").is_some() => panic!("{reason}"),
+            Err(reason) => {
+                // Past the test harness, which would swallow it: a skipped test says so.
+                let _ = writeln!(io::stderr(), "SKIPPED, no real engine to test with: {reason}");
+                None
+            }
+        }
+    }
+
+    fn spawn(command: &mut Command) -> Self {
+        let mut child = command
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        let output = BufReader::new(child.stdout.take().unwrap());
+        let inbox = Arc::new(Inbox::default());
+        let reader = Arc::clone(&inbox);
+        thread::spawn(move || reader.fill(output));
+        let input = Mutex::new(child.stdin.take());
+        let mut peer = Self { child, input, inbox, tags: AtomicU64::new(1), ready: Value::Null };
+        peer.ready = peer.other();
+        assert_eq!(peer.ready["event"], "ready", "{:?}", peer.ready);
+        peer
+    }
+
+    pub(crate) fn session_id(&self) -> &str {
+        self.ready["session_id"].as_str().unwrap()
+    }
+
+    pub(crate) fn ready(&self) -> &Value {
+        &self.ready
+    }
+
+    /// Sends a command under a new tag, and returns that.
+    pub(crate) fn send(&self, mut command: Value) -> u64 {
+        let tag = self.tags.fetch_add(1, Ordering::Relaxed);
+        command["tag"] = tag.into();
+        self.send_line(&command.to_string());
+        tag
+    }
+
+    pub(crate) fn send_line(&self, line: &str) {
+        let mut input = self.input.lock();
+        let input = input.as_mut().expect("the input is open");
+        input.write_all(format!("{line}\n").as_bytes()).unwrap();
+    }
+
+    /// The answer to what was sent under `tag`.
+    pub(crate) fn answer(&self, tag: u64) -> Value {
+        self.inbox.wait(&format!("answer to {tag}"), |said| said.answers.remove(&tag))
+    }
+
+    /// Whether that answer has come.
+    pub(crate) fn has_answered(&self, tag: u64) -> bool {
+        self.inbox.said.lock().answers.contains_key(&tag)
+    }
+
+    /// The next line without a tag.
+    pub(crate) fn other(&self) -> Value {
+        self.inbox.wait("line", |said| (!said.others.is_empty()).then(|| said.others.remove(0)))
+    }
+
+    pub(crate) fn ask(&self, command: Value) -> Value {
+        self.answer(self.send(command))
+    }
+
+    /// Puts, and expects that to work.
+    pub(crate) fn put(&self, bytes: Value) -> Sent {
+        self.sent(self.send(json!({"cmd": "put", "bytes": bytes})))
+    }
+
+    /// The answer to a put that is expected to work.
+    pub(crate) fn sent(&self, tag: u64) -> Sent {
+        self.first_sent(&mut vec![tag])
+    }
+
+    /// The first of these puts to be answered, which leaves the list: commands that wait for one
+    /// thing get it in no order of ours.
+    pub(crate) fn first_sent(&self, tags: &mut Vec<u64>) -> Sent {
+        let (tag, answer) = self.inbox.wait("answer to a put", |said| {
+            let at = tags.iter().position(|tag| said.answers.contains_key(tag))?;
+            let tag = tags.swap_remove(at);
+            Some((tag, said.answers.remove(&tag)?))
+        });
+        assert_eq!(answer["ok"], true, "{answer}");
+        let sha256 = answer["sha256"].as_str().unwrap().to_owned();
+        Sent { tag, metadata: answer["metadata"].clone(), sha256 }
+    }
+
+    /// Starts a get.
+    pub(crate) fn send_get(&self, metadata: &Value) -> u64 {
+        self.send(json!({"cmd": "get", "metadata": metadata}))
+    }
+
+    pub(crate) fn get(&self, metadata: &Value) -> Value {
+        self.answer(self.send_get(metadata))
+    }
+
+    /// How the put with that tag ended.
+    pub(crate) fn wait(&self, of: u64) -> Value {
+        self.ask(json!({"cmd": "wait", "of": of}))
+    }
+
+    /// Free slots to put from, and, if it tells, to get into.
+    pub(crate) fn free(&self) -> (u64, Option<u64>) {
+        let answer = self.ask(json!({"cmd": "free_credits"}));
+        (answer["free"].as_u64().unwrap(), answer["receive_free"].as_u64())
+    }
+
+    pub(crate) fn health(&self) -> Value {
+        self.ask(json!({"cmd": "health"}))["health"].clone()
+    }
+
+    /// Its threads while no command runs; to be asked before the first.
+    pub(crate) fn threads_of_its_own(&self) -> usize {
+        self.free(); // answered by the thread that reads commands, once all others are there
+        self.threads()
+    }
+
+    pub(crate) fn threads(&self) -> usize {
+        self.count("task")
+    }
+
+    pub(crate) fn descriptors(&self) -> usize {
+        self.count("fd")
+    }
+
+    fn count(&self, what: &str) -> usize {
+        fs::read_dir(format!("/proc/{}/{what}", self.child.id())).unwrap().count()
+    }
+
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).unwrap();
+    }
+
+    /// SIGKILL: no goodbye.
+    pub(crate) fn kill(mut self) {
+        self.end();
+    }
+
+    /// Says `quit`, and expects `bye` and exit code 0.
+    pub(crate) fn quit(self) {
+        self.send_line(r#"{"cmd":"quit"}"#);
+        self.expect_bye();
+    }
+
+    /// Ends the input instead.
+    pub(crate) fn hang_up(self) {
+        drop(self.input.lock().take());
+        self.expect_bye();
+    }
+
+    fn expect_bye(mut self) {
+        assert_eq!(self.other(), json!({"event": "bye"}));
+        let status = exit_of(&mut self.child);
+        assert!(status.success(), "the peer ended with {status}");
+    }
+
+    fn end(&mut self) {
+        // By its handle, so no other process that got its number can be meant. Only an error
+        // where it has ended already.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+impl Inbox {
+    fn fill(&self, output: impl BufRead) {
+        for line in output.lines().map_while(io::Result::ok) {
+            let value: Value = serde_json::from_str(&line)
+                .unwrap_or_else(|error| json!({"not JSON": line, "because": error.to_string()}));
+            let mut said = self.said.lock();
+            match value["tag"].as_u64() {
+                Some(tag) => drop(said.answers.insert(tag, value)),
+                None => said.others.push(value),
+            }
+            self.changed.notify_all();
+        }
+        self.said.lock().ended = true;
+        self.changed.notify_all();
+    }
+
+    fn wait<T>(&self, what: &str, mut take: impl FnMut(&mut Said) -> Option<T>) -> T {
+        let deadline = Instant::now() + PATIENCE;
+        let mut said = self.said.lock();
+        loop {
+            if let Some(found) = take(&mut said) {
+                return found;
+            }
+            assert!(!said.ended, "no {what}: the peer has ended");
+            let late = self.changed.wait_until(&mut said, deadline).timed_out();
+            assert!(!late, "no {what} within {PATIENCE:?}");
+        }
+    }
+}
+
+/// Waits for a child that is about to end.
+pub(crate) fn exit_of(child: &mut Child) -> ExitStatus {
+    let deadline = Instant::now() + PATIENCE;
+    loop {
+        if let Some(status) = child.try_wait().unwrap() {
+            return status;
+        }
+        assert!(Instant::now() < deadline, "process {} does not end", child.id());
+        thread::sleep(Duration::from_millis(1));
+    }
+}
+
+/// An example, of the build that this test belongs to.
+pub(crate) fn example(name: &str) -> PathBuf {
+    let test = env::current_exe().unwrap(); // <target>/<profile>/deps/<test>
+    let profile = test.ancestors().nth(2).unwrap();
+    let example = profile.join("examples").join(name);
+    // `cargo test` has built the examples; `cargo test --test peers` has not.
+    static BUILD: Mutex<()> = Mutex::new(());
+    let _alone = BUILD.lock();
+    if !is_fresh(&example, name) {
+        let profile_name = profile.file_name().unwrap().to_str().unwrap();
+        let status = Command::new(env!("CARGO"))
+            .current_dir(env!("CARGO_MANIFEST_DIR"))
+            .args(["build", "--quiet", "--all-features", "--example", name])
+            .args(["--profile", if profile_name == "debug" { "dev" } else { profile_name }])
+            .arg("--target-dir")
+            .arg(profile.parent().unwrap())
+            .status()
+            .unwrap();
+        assert!(status.success(), "the example {name} does not build");
+    }
+    example
+}
+
+/// Whether it is there and younger than what it is built from.
+fn is_fresh(example: &Path, name: &str) -> bool {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let sources = ["src".to_owned(), format!("examples/{name}"), format!("examples/{name}.rs")];
+    let changed = sources.iter().map(|source| newest(&root.join(source))).max();
+    example.exists() && changed <= Some(newest(example))
+}
+
+/// When a file, or anything in a folder, was changed last; long ago, if there is no such thing.
+fn newest(path: &Path) -> SystemTime {
+    match fs::read_dir(path) {
+        Ok(entries) => entries.map(|entry| newest(&entry.unwrap().path())).max(),
+        Err(_) => fs::metadata(path).and_then(|file| file.modified()).ok(),
+    }
+    .unwrap_or(SystemTime::UNIX_EPOCH)
+}
+
+/// The Python that runs the real engine, or why there is none.
+fn set_up_wheel(root: &Path) -> Result<String, String> {
+    let output = Command::new("sh")
+        .arg(root.join("tests/setup-wheel.sh"))
+        .output()
+        .map_err(|error| format!("sh: {error}"))?;
+    if output.status.success() {
+        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    } else {
+        Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
+    }
+}

@@ -1,0 +1,574 @@
+//! One test for each defect that was found, named after the right behaviour.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod common;
+
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use crossbeam::channel::{bounded, unbounded};
+use mooncake_relay::{
+    Config, Error, Metadata, ReadError, Relay, Retracted, Slot, Tensor, Token, WaitStrategy,
+};
+
+use crate::common::{
+    eventually,
+    hooked::{Hooked, refused, set},
+    within,
+};
+
+const WATCHDOG: Duration = Duration::from_secs(20);
+/// What takes microseconds, and a second where a wake-up is lost.
+const SOON: Duration = Duration::from_millis(500);
+
+fn small() -> Config {
+    Config::default().with_engine_id("t").with_slot_size(4096)
+}
+
+fn hooked() -> Hooked {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    Hooked::new(&format!("regression-{}", NEXT.fetch_add(1, Ordering::Relaxed)))
+}
+
+fn relay(config: &Config) -> (Hooked, Relay) {
+    let engine = hooked();
+    let relay = Relay::new(engine.engine(), config).unwrap();
+    (engine, relay)
+}
+
+fn put(relay: &Relay, bytes: &[u8]) -> (Metadata, Token<Slot>) {
+    relay.put_bytes(bytes, Tensor::bytes(bytes.len())).unwrap()
+}
+
+#[test]
+fn a_poll_that_coincides_with_an_event_does_not_put_the_notifier_to_sleep() {
+    within(WATCHDOG, || {
+        let (engine, a) = relay(&small());
+        let (_, b) = relay(&small());
+        let poller = thread::current().id();
+        let (inside, is_inside) = unbounded();
+        let (go, may_go) = unbounded::<()>();
+        let armed = Arc::new(AtomicBool::new(false));
+        let arm = Arc::clone(&armed);
+        set(&engine.hooks().after_poll, move |_| {
+            if thread::current().id() == poller && armed.swap(false, Ordering::SeqCst) {
+                inside.send(()).unwrap();
+                may_go.recv().unwrap();
+            }
+        });
+        let (_kept, mut other) = put(&a, b"other");
+        let (metadata, token) = put(&a, b"watched");
+        let (tx, rx) = unbounded();
+        token.attach(&tx, 0);
+        arm.store(true, Ordering::SeqCst);
+        thread::scope(|s| {
+            s.spawn(|| {
+                is_inside.recv().unwrap();
+                // The note comes while the poll is at its end.
+                b.get(&metadata).unwrap().wait().unwrap();
+                thread::sleep(Duration::from_millis(50)); // the notifier looks meanwhile
+                go.send(()).unwrap();
+            });
+            assert!(other.poll().is_none());
+        });
+        let heard = rx.recv_timeout(SOON);
+        assert!(heard.is_ok(), "nobody looks for what the poll has missed");
+    });
+}
+
+#[test]
+fn an_event_that_comes_while_a_driver_leaves_is_heard() {
+    within(WATCHDOG, || {
+        let (engine, a) = relay(&small());
+        let (_, b) = relay(&small());
+        let driver = thread::current().id();
+        let (inside, is_inside) = unbounded();
+        let (go, may_go) = unbounded::<()>();
+        let (own, token) = put(&a, b"own");
+        let (metadata, watched) = put(&a, b"watched");
+        let (tx, rx) = unbounded();
+        watched.attach(&tx, 0);
+        let step = AtomicUsize::new(0);
+        set(&engine.hooks().after_poll, move |events| {
+            if thread::current().id() != driver {
+                return;
+            }
+            match step.load(Ordering::SeqCst) {
+                0 if events > 0 => step.store(1, Ordering::SeqCst),
+                // Its own put has ended, so that this look is its last.
+                1 => {
+                    step.store(2, Ordering::SeqCst);
+                    inside.send(()).unwrap();
+                    may_go.recv().unwrap();
+                }
+                _ => {}
+            }
+        });
+        thread::scope(|s| {
+            let (a, b) = (&a, &b);
+            s.spawn(move || {
+                thread::sleep(Duration::from_millis(100)); // the driver drives
+                b.get(&own).unwrap().wait().unwrap();
+                is_inside.recv().unwrap();
+                b.get(&metadata).unwrap().wait().unwrap();
+                thread::sleep(Duration::from_millis(50)); // the notifier looks meanwhile
+                go.send(()).unwrap();
+                let _ = a;
+            });
+            token.wait().unwrap();
+        });
+        let heard = rx.recv_timeout(SOON);
+        assert!(heard.is_ok(), "nobody looks for what the driver has missed");
+    });
+}
+
+#[test]
+fn an_event_that_comes_before_the_notifier_lies_down_is_heard() {
+    within(WATCHDOG, || {
+        // The driver never sleeps.
+        let (engine, a) = relay(&small().with_wait(WaitStrategy::Yield));
+        let (_, b) = relay(&small());
+        let (inside, is_inside) = unbounded();
+        let (go, may_go) = unbounded::<()>();
+        let hold = Arc::new(AtomicBool::new(false));
+        {
+            let hold = Arc::clone(&hold);
+            // The notifier is between its ticket and its sleep.
+            set(&engine.hooks().tend, move |()| {
+                if hold.swap(false, Ordering::SeqCst) {
+                    inside.send(()).unwrap();
+                    may_go.recv().unwrap();
+                }
+            });
+        }
+        let (own, token) = put(&a, b"own");
+        let (metadata, watched) = put(&a, b"watched");
+        let (tx, rx) = unbounded();
+        watched.attach(&tx, 0);
+        thread::scope(|s| {
+            let driver = s.spawn(|| token.wait().map(drop));
+            thread::sleep(Duration::from_millis(100)); // it drives, and the notifier stands back
+            hold.store(true, Ordering::SeqCst);
+            is_inside.recv().unwrap();
+            b.get(&own).unwrap().wait().unwrap();
+            driver.join().unwrap().unwrap();
+            b.get(&metadata).unwrap().wait().unwrap();
+            go.send(()).unwrap();
+        });
+        let heard = rx.recv_timeout(SOON);
+        assert!(heard.is_ok(), "the notifier sleeps through a ring that it has not heard");
+    });
+}
+
+#[test]
+fn a_wait_hears_at_once_that_its_lease_has_ended() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small().with_lease(Duration::from_millis(30)));
+        let worst = (0..5).map(|_| {
+            let (_, token) = put(&a, b"x");
+            let start = Instant::now();
+            assert!(matches!(token.wait(), Err(Error::TimedOut)));
+            start.elapsed()
+        });
+        let worst = worst.max().unwrap();
+        assert!(worst < SOON, "a lease of 30 ms ended after {worst:?}");
+    });
+}
+
+#[test]
+fn a_wait_hears_at_once_that_its_slot_is_quiet() {
+    within(WATCHDOG, || {
+        let (engine, a) = relay(&small());
+        let (_, b) = relay(&small());
+        let reading = Arc::new(AtomicBool::new(true));
+        let read = Arc::clone(&reading);
+        set(&engine.hooks().retract, move |truth| {
+            if reading.load(Ordering::SeqCst) { Retracted::Reading } else { truth }
+        });
+        let (metadata, token) = put(&a, b"x");
+        b.get(&metadata).unwrap().wait().unwrap();
+        eventually(1, || a.health().quarantined.len());
+        let waiting = thread::spawn(move || {
+            let slot = token.wait();
+            (Instant::now(), slot)
+        });
+        thread::sleep(Duration::from_millis(100)); // it drives, and sleeps
+        let quiet = Instant::now();
+        read.store(false, Ordering::SeqCst);
+        let (heard, slot) = waiting.join().unwrap();
+        slot.unwrap();
+        assert!(heard - quiet < SOON, "heard after {:?}", heard - quiet);
+    });
+}
+
+#[test]
+fn an_aborted_get_never_interrupts_the_next_read_into_its_slot() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small().with_credits(2));
+        let (engine, b) = relay(&small().with_credits(1).with_transfer_threads(3));
+        let interrupted = Arc::new(AtomicUsize::new(0));
+        let next_reads = Arc::new(AtomicBool::new(false));
+        let wrong = Arc::new(AtomicUsize::new(0));
+        {
+            let (interrupted, next_reads, wrong) =
+                (Arc::clone(&interrupted), Arc::clone(&next_reads), Arc::clone(&wrong));
+            set(&engine.hooks().interrupt, move |_| {
+                interrupted.fetch_add(1, Ordering::SeqCst);
+                if next_reads.load(Ordering::SeqCst) {
+                    wrong.fetch_add(1, Ordering::SeqCst);
+                }
+            });
+        }
+        set(&engine.hooks().read, move |(remote, local, _)| {
+            if remote.len == 1 {
+                // Ends once it is interrupted.
+                let before = interrupted.load(Ordering::SeqCst);
+                while interrupted.load(Ordering::SeqCst) == before {
+                    thread::yield_now();
+                }
+                return Ok(Err(ReadError { error: refused(), buffer: Some(local) }));
+            }
+            next_reads.store(true, Ordering::SeqCst);
+            for _ in 0..200 {
+                thread::yield_now();
+            }
+            next_reads.store(false, Ordering::SeqCst);
+            Err(local)
+        });
+        let stop = AtomicBool::new(false);
+        thread::scope(|s| {
+            // Others who want the table make what happens between two steps likelier.
+            for _ in 0..2 {
+                s.spawn(|| {
+                    while !stop.load(Ordering::Relaxed) {
+                        b.health();
+                    }
+                });
+            }
+            let end = Instant::now() + Duration::from_secs(5);
+            while Instant::now() < end {
+                let (first, one) = put(&a, b"1");
+                let (second, two) = put(&a, b"22");
+                let unwanted = b.get(&first).unwrap();
+                while b.health().reading == 0 {
+                    thread::yield_now();
+                }
+                let wanted = b.get(&second).unwrap();
+                b.abort(&first).unwrap();
+                assert!(unwanted.wait().is_err());
+                assert_eq!(&wanted.wait().unwrap()[..], b"22");
+                assert!(one.wait().is_err());
+                two.wait().unwrap();
+            }
+            stop.store(true, Ordering::Relaxed);
+        });
+        let wrong = wrong.load(Ordering::SeqCst);
+        assert_eq!(wrong, 0, "reads that nobody had ended were interrupted");
+    });
+}
+
+#[test]
+fn a_relay_that_could_not_be_made_leaves_nothing() {
+    within(WATCHDOG, || {
+        let threads = || std::fs::read_dir("/proc/self/task").unwrap().count();
+        let files = || std::fs::read_dir("/proc/self/fd").unwrap().count();
+        let before = (threads(), files());
+        for bad in 0..4 {
+            let engine = hooked();
+            let fails = AtomicBool::new(true);
+            set(&engine.hooks().register, move |nth| {
+                if nth == bad && fails.swap(false, Ordering::SeqCst) {
+                    return Err(refused());
+                }
+                Ok(())
+            });
+            let made = Relay::new(engine.engine(), &small());
+            assert!(matches!(made, Err(Error::Engine { engine: "hooked", .. })), "{made:?}");
+            assert_eq!(engine.registered(), 0);
+            let again = Relay::new(engine.engine(), &small()).unwrap();
+            let (metadata, token) = put(&again, b"x");
+            again.get(&metadata).unwrap().wait().unwrap();
+            token.wait().unwrap();
+        }
+        let engine = hooked();
+        set(&engine.hooks().start, |()| Err(refused()));
+        assert!(Relay::new(engine.engine(), &small()).is_err());
+        // Threads that ended may show a little longer.
+        eventually(true, || threads() <= before.0 && files() <= before.1);
+    });
+}
+
+#[test]
+fn an_engine_that_panics_in_a_callers_wait_fails_the_relay_and_not_the_caller() {
+    within(WATCHDOG, || {
+        let (engine, a) = relay(&small().with_credits(1));
+        let held = a.try_acquire(1).unwrap();
+        let panics = Arc::new(AtomicBool::new(false));
+        {
+            let panics = Arc::clone(&panics);
+            set(&engine.hooks().before_poll, move |()| {
+                let here = thread::current().name() == Some("acquires");
+                assert!(!(here && panics.load(Ordering::SeqCst)), "as the test wants it");
+                Ok(())
+            });
+        }
+        panics.store(true, Ordering::SeqCst);
+        thread::scope(|s| {
+            let acquire = || a.acquire(1, WATCHDOG).map(drop);
+            let named = thread::Builder::new().name("acquires".to_owned());
+            let outcome = named.spawn_scoped(s, acquire).unwrap().join().unwrap();
+            assert!(matches!(outcome, Err(Error::Engine { .. })), "{outcome:?}");
+        });
+        drop(held);
+        let health = a.health();
+        assert_eq!((health.status, health.waiting, health.free), ("failed", 0, 1));
+        assert!(matches!(a.try_acquire(1), Err(Error::Engine { .. })));
+    });
+}
+
+#[test]
+fn a_relay_that_fails_ends_a_wait_for_a_quarantined_slot() {
+    within(WATCHDOG, || {
+        let (engine, a) = relay(&small());
+        let (_, b) = relay(&small());
+        let panics = Arc::new(AtomicBool::new(false));
+        {
+            let panics = Arc::clone(&panics);
+            set(&engine.hooks().retract, move |_| {
+                let notifier = thread::current().name() == Some("relay-notifier");
+                assert!(!(notifier && panics.load(Ordering::SeqCst)), "as the test wants it");
+                Retracted::Reading
+            });
+        }
+        let (metadata, token) = put(&a, b"x");
+        let (other, second) = put(&a, b"y");
+        b.get(&metadata).unwrap().wait().unwrap();
+        b.get(&other).unwrap().wait().unwrap();
+        eventually(2, || a.health().quarantined.len());
+        panics.store(true, Ordering::SeqCst);
+        eventually("failed", || a.health().status);
+        for token in [token, second] {
+            let (tx, rx) = unbounded();
+            token.attach(&tx, 0);
+            let ended = rx.recv_timeout(Duration::from_secs(5)).expect("the token has ended");
+            assert!(ended.result.is_err());
+        }
+    });
+}
+
+#[test]
+fn a_relay_that_fails_ends_an_acquire() {
+    within(WATCHDOG, || {
+        let (engine, a) = relay(&small().with_credits(1));
+        let panics = Arc::new(AtomicBool::new(false));
+        {
+            let panics = Arc::clone(&panics);
+            set(&engine.hooks().retract, move |_| {
+                let notifier = thread::current().name() == Some("relay-notifier");
+                assert!(!(notifier && panics.load(Ordering::SeqCst)), "as the test wants it");
+                Retracted::Reading
+            });
+        }
+        let (metadata, _token) = put(&a, b"x");
+        a.abort(&metadata).unwrap();
+        thread::scope(|s| {
+            let acquire = || a.acquire(1, Duration::from_secs(3600)).map(drop);
+            let waits: Vec<_> = (0..3).map(|_| s.spawn(acquire)).collect();
+            eventually(3, || a.health().waiting);
+            thread::sleep(Duration::from_millis(1200)); // they have complained, and settled
+            panics.store(true, Ordering::SeqCst);
+            for wait in waits {
+                assert!(matches!(wait.join().unwrap(), Err(Error::Engine { .. }) | Ok(())));
+            }
+        });
+    });
+}
+
+#[test]
+fn a_notify_that_panics_on_the_callers_thread_leaves_nothing_reading() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        set(&engine.hooks().before_notify, |()| panic!("as the test wants it"));
+        let (metadata, _token) = put(&a, b"x");
+        thread::scope(|s| {
+            let got = s.spawn(|| b.get(&metadata).unwrap().wait().map(drop)).join();
+            assert!(matches!(got, Ok(Ok(()))), "{got:?}");
+            let into = s.spawn(|| b.get_into(&metadata, &mut [0; 1], WATCHDOG)).join();
+            assert!(matches!(into, Ok(Ok(1))), "{into:?}");
+        });
+        eventually((0, 2), || (b.health().reading, b.health().receive_free));
+        assert_eq!(b.health().status, "healthy");
+    });
+}
+
+#[test]
+fn a_close_in_the_middle_of_a_look_at_the_quarantine_ends_its_tokens() {
+    within(WATCHDOG, || {
+        let (engine, a) = relay(&small());
+        let (_, b) = relay(&small());
+        let (inside, is_inside) = unbounded();
+        let (go, may_go) = unbounded::<()>();
+        let hold = Arc::new(AtomicBool::new(false));
+        {
+            let hold = Arc::clone(&hold);
+            set(&engine.hooks().retract, move |_| {
+                if hold.swap(false, Ordering::SeqCst) {
+                    inside.send(()).unwrap();
+                    may_go.recv().unwrap();
+                }
+                Retracted::Reading
+            });
+        }
+        let (metadata, token) = put(&a, b"x");
+        b.get(&metadata).unwrap().wait().unwrap();
+        eventually(1, || a.health().quarantined.len());
+        hold.store(true, Ordering::SeqCst);
+        is_inside.recv().unwrap();
+        thread::scope(|s| {
+            let close = s.spawn(|| a.close(Duration::from_secs(5)));
+            thread::sleep(Duration::from_millis(100)); // it goes as far as it can
+            go.send(()).unwrap();
+            assert_eq!(close.join().unwrap().threads, 0);
+        });
+        let (tx, rx) = unbounded();
+        token.attach(&tx, 0);
+        let ended = rx.recv_timeout(Duration::from_secs(5)).expect("the token has ended");
+        assert!(matches!(ended.result, Err(Error::Closed)));
+    });
+}
+
+#[test]
+fn a_close_delivers_what_waits_for_a_channel_without_room() {
+    within(WATCHDOG, || {
+        for _ in 0..20 {
+            let (_, a) = relay(&small().with_credits(8));
+            let (tx, rx) = bounded(0);
+            let tokens: Vec<_> = (0..8).map(|n| put(&a, &[n]).1).collect();
+            for (n, token) in tokens.into_iter().enumerate() {
+                token.attach(&tx, n as u64);
+            }
+            thread::scope(|s| {
+                let hears = s.spawn(|| {
+                    let mut heard = 0;
+                    while heard < 8 && rx.recv_timeout(Duration::from_secs(3)).is_ok() {
+                        heard += 1;
+                    }
+                    heard
+                });
+                a.close(Duration::from_secs(5));
+                assert_eq!(hears.join().unwrap(), 8, "every token gives one message");
+            });
+        }
+    });
+}
+
+#[test]
+fn a_buffer_that_the_engine_keeps_comes_back_whenever_it_is_dropped() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        let kept = Arc::new(Mutex::new(Vec::new()));
+        {
+            let kept = Arc::clone(&kept);
+            set(&engine.hooks().read, move |(_, local, _)| {
+                kept.lock().unwrap().push(local);
+                Ok(Err(ReadError { error: Error::TimedOut, buffer: None }))
+            });
+        }
+        let (metadata, _put) = put(&a, b"x");
+        for _ in 0..2 {
+            assert!(matches!(b.get(&metadata).unwrap().wait(), Err(Error::TimedOut)));
+        }
+        assert_eq!(b.health().receive_free, 0);
+        let (tx, rx) = unbounded();
+        b.get(&metadata).unwrap().attach(&tx, 0);
+        assert!(rx.recv_timeout(Duration::from_millis(50)).is_err(), "there is no slot");
+        kept.lock().unwrap().remove(0);
+        assert!(rx.recv().unwrap().result.is_err());
+        assert_eq!(b.health().receive_free, 0);
+        assert_eq!(b.close(Duration::from_secs(5)).threads, 0);
+        drop(b);
+        let mut kept = std::mem::take(&mut *kept.lock().unwrap());
+        for buffer in &mut kept {
+            buffer.bytes_mut().unwrap().fill(7);
+        }
+        drop(kept);
+    });
+}
+
+#[test]
+fn buffers_that_an_engine_swaps_are_lost_to_nobody() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        let other: Mutex<Option<mooncake_relay::LocalBuffer>> = Mutex::default();
+        set(&engine.hooks().read, move |(_, local, _)| {
+            match other.lock().unwrap().replace(local) {
+                // Another than was lent.
+                Some(buffer) => Ok(Err(ReadError { error: Error::TimedOut, buffer: Some(buffer) })),
+                None => Ok(Err(ReadError { error: Error::TimedOut, buffer: None })),
+            }
+        });
+        let (metadata, _put) = put(&a, b"x");
+        for _ in 0..10 {
+            assert!(b.get(&metadata).unwrap().wait().is_err());
+            assert_eq!(b.health().receive_free, 1);
+        }
+    });
+}
+
+#[test]
+fn closes_from_many_threads_beside_calls_end_them_all() {
+    within(Duration::from_secs(60), || {
+        for round in 0..30 {
+            let (_, a) = relay(&small().with_credits(3));
+            let (_, b) = relay(&small().with_credits(3));
+            thread::scope(|s| {
+                for n in 0..4 {
+                    let (a, b) = (&a, &b);
+                    s.spawn(move || {
+                        loop {
+                            let slot = match a.acquire(1, Duration::from_secs(30)) {
+                                Ok(slot) => slot,
+                                Err(error) => break assert!(matches!(error, Error::Closed)),
+                            };
+                            let (metadata, token) = match a.put(slot, Tensor::bytes(1)) {
+                                Ok(put) => put,
+                                Err(error) => break assert!(matches!(error, Error::Closed)),
+                            };
+                            let got = b.get(&metadata).unwrap().wait();
+                            match (n + round) % 3 {
+                                0 => drop(token.wait()),
+                                1 => {
+                                    let (tx, rx) = unbounded();
+                                    token.attach(&tx, 0);
+                                    drop(rx.recv().unwrap());
+                                }
+                                _ => drop(token),
+                            }
+                            if let Err(error) = got {
+                                assert!(
+                                    matches!(error, Error::Stale { .. } | Error::PeerFailed { .. }),
+                                    "{error:?}"
+                                );
+                            }
+                        }
+                    });
+                }
+                thread::sleep(Duration::from_millis(5)); // they are in the middle of it
+                let closes: Vec<_> =
+                    (0..4).map(|_| s.spawn(|| a.close(Duration::from_secs(20)))).collect();
+                let closes: Vec<_> =
+                    closes.into_iter().map(|close| close.join().unwrap()).collect();
+                assert!(closes.iter().all(|closed| *closed == closes[0] && closed.threads == 0));
+            });
+        }
+    });
+}
