@@ -46,7 +46,7 @@ impl EngineOptions {
 /// Opens the engine called `name`: for configuration, and for `MOONCAKE_RELAY_ENGINE`, which this
 /// library does not read by itself.
 ///
-/// ```no_run
+/// ```
 /// use mooncake_relay::{EngineOptions, open_engine};
 /// let name = std::env::var("MOONCAKE_RELAY_ENGINE").unwrap_or("embedded".into());
 /// let engine = open_engine(&name, &EngineOptions::from_env())?;

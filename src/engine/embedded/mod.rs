@@ -1,0 +1,372 @@
+//! The embedded engine: pure Rust, TCP that speaks Mooncake's own protocol.
+#![allow(unsafe_code)] // implements `unsafe fn register`; calls nothing unsafe
+
+mod address;
+mod builder;
+mod client;
+mod frame;
+mod inbox;
+mod server;
+
+use std::{
+    mem,
+    net::SocketAddr,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, AtomicU64, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use parking_lot::Mutex;
+use tracing::error;
+
+pub use self::builder::EmbeddedBuilder;
+use self::{
+    builder::{Endpoint, Limits, Listeners},
+    client::Client,
+    frame::Descriptor,
+    inbox::Inbox,
+    server::Server,
+};
+use super::{
+    Access, Engine, Event, Filled, Instance, LocalBuffer, Notification, Publication, ReadError,
+    RemoteBuffer, Retracted, exports::Exports,
+};
+use crate::{
+    doorbell::Doorbell,
+    error::{Error, Result},
+    memory::Span,
+};
+
+/// How long reads that were cut may take to let go of memory that is to be unmapped.
+const UNREGISTER: Duration = Duration::from_secs(5);
+
+/// An engine in pure Rust: TCP that speaks Mooncake's own protocol, with real engines as peers in
+/// both directions.
+///
+/// It listens from [`bind`](Self::bind) on, serves while a relay uses it, and serves nothing but
+/// what that relay has published at that moment (and stamps, which tell nothing). Who may reach its
+/// two ports, and what Python peers can do, is in [`guide::deployment`](crate::guide::deployment).
+///
+/// ```
+/// let engine = mooncake_relay::EmbeddedEngine::bind("127.0.0.1:0")?;
+/// assert_eq!(engine.session_id(), format!("127.0.0.1:{}", engine.control_addr().port()));
+/// # Ok::<(), mooncake_relay::Error>(())
+/// ```
+#[derive(Debug)]
+pub struct EmbeddedEngine {
+    shared: Arc<Shared>,
+    client: Client,
+    control: SocketAddr,
+    data: SocketAddr,
+    state: Mutex<State>,
+}
+
+#[derive(Debug)]
+enum State {
+    /// Listens; who connects has to wait.
+    Bound(Listeners),
+    Running(Server),
+    Stopping,
+    /// The ports are closed.
+    Stopped,
+}
+
+impl EmbeddedEngine {
+    /// Listens on `address`, `host:port`, where port 0 is any that is free; the data port is the
+    /// system's choice on the same address.
+    ///
+    /// ```
+    /// use mooncake_relay::{Config, EmbeddedEngine, Relay, Tensor};
+    /// let engine = std::sync::Arc::new(EmbeddedEngine::bind("127.0.0.1:0")?);
+    /// let relay = Relay::new(engine, &Config::default().with_slot_size(4096))?;
+    /// let (metadata, _put) = relay.put_bytes(b"hello", Tensor::bytes(5))?;
+    /// assert!(metadata.session_id().starts_with("127.0.0.1:"));
+    /// # Ok::<(), mooncake_relay::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// As [`EmbeddedBuilder::bind`].
+    pub fn bind(address: &str) -> Result<Self> {
+        Self::builder(address).bind()
+    }
+
+    /// Configures an engine that will listen on `address`, `host:port`; see [`EmbeddedBuilder`].
+    pub fn builder(address: &str) -> EmbeddedBuilder {
+        EmbeddedBuilder::new(address)
+    }
+
+    /// The address under which peers reach this engine: `host:port`, IPv6 in brackets.
+    pub fn session_id(&self) -> &str {
+        &self.shared.endpoint.session_id
+    }
+
+    /// Where it listens for requests about itself, and for the notifications of real engines.
+    pub fn control_addr(&self) -> SocketAddr {
+        self.control
+    }
+
+    /// Where it listens for reads, and for the notifications of relays of this library.
+    pub fn data_addr(&self) -> SocketAddr {
+        self.data
+    }
+
+    fn new(
+        builder: &EmbeddedBuilder,
+        endpoint: Endpoint,
+        listeners: Listeners,
+        control: SocketAddr,
+        data: SocketAddr,
+    ) -> Self {
+        let shared = Arc::new(Shared {
+            endpoint,
+            limits: builder.limits,
+            exports: Arc::default(),
+            inbox: Inbox::new(builder.queued_notes),
+            spans: Mutex::default(),
+            counters: Counters::default(),
+            failed: AtomicBool::new(false),
+        });
+        let (client, state) = (Client::new(), Mutex::new(State::Bound(listeners)));
+        Self { shared, client, control, data, state }
+    }
+
+    /// Has the server look for what was cut.
+    fn wake(&self) {
+        if let State::Running(server) = &*self.state.lock() {
+            server.wake();
+        }
+    }
+}
+
+impl Engine for EmbeddedEngine {
+    fn session_id(&self) -> &str {
+        self.session_id()
+    }
+
+    fn protocol(&self) -> &str {
+        "tcp"
+    }
+
+    fn start(&self, instance: &Instance) -> Result<()> {
+        let mut state = self.state.lock();
+        let listeners = match mem::replace(&mut *state, State::Stopped) {
+            State::Bound(listeners) => listeners,
+            State::Stopped => Listeners::open(self.control, self.data)?,
+            busy @ (State::Running(_) | State::Stopping) => {
+                *state = busy;
+                let reason = "another relay uses this engine: close it first, or bind another";
+                return Err(Error::config("engine", reason));
+            }
+        };
+        self.shared.failed.store(false, Ordering::Relaxed);
+        // What was meant for the relay before this one.
+        self.shared.inbox.drain(&mut drop);
+        let server = Server::start(Arc::clone(&self.shared), *instance, listeners)?;
+        *state = State::Running(server);
+        self.client.start();
+        Ok(())
+    }
+
+    fn stop(&self, _deadline: Instant) {
+        let mut state = self.state.lock();
+        let server = match mem::replace(&mut *state, State::Stopping) {
+            State::Running(server) => server,
+            other => {
+                *state = other;
+                return;
+            }
+        };
+        drop(state);
+        self.client.stop();
+        server.stop();
+        *self.state.lock() = State::Stopped;
+    }
+
+    unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
+        if span.len == 0 {
+            return Err(Error::config("span", "memory of no length cannot be registered"));
+        }
+        let mut spans = self.shared.spans.lock();
+        if spans.iter().any(|(known, _)| known.overlaps(span)) {
+            return Err(Error::config("span", "this memory, or a part of it, is registered"));
+        }
+        spans.push((span, access));
+        Ok(())
+    }
+
+    fn unregister(&self, span: Span) -> Result<()> {
+        let deadline = Instant::now() + UNREGISTER;
+        let access = {
+            let mut spans = self.shared.spans.lock();
+            let index = spans.iter().position(|(known, _)| *known == span);
+            let index = index.ok_or_else(|| Error::config("span", "it is not registered"))?;
+            spans.remove(index).1
+        };
+        let exports = &self.shared.exports;
+        let quiet = match access {
+            // Marks what is read, has the server drop it, and waits for that.
+            Access::Published => {
+                exports.forget(span, Instant::now()) || {
+                    self.wake();
+                    exports.forget(span, deadline)
+                }
+            }
+            Access::Local => self.client.end_reads_into(span, deadline),
+        };
+        if quiet { Ok(()) } else { Err(broken("a read would not let go of unregistered memory")) }
+    }
+
+    fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
+        self.client.connect(peer, deadline)
+    }
+
+    fn read(
+        &self,
+        remote: &RemoteBuffer,
+        local: LocalBuffer,
+        deadline: Instant,
+    ) -> Result<Filled, ReadError> {
+        self.client.read(remote, local, deadline)
+    }
+
+    fn read_into(
+        &self,
+        remote: &RemoteBuffer,
+        dest: &mut [u8],
+        deadline: Instant,
+    ) -> Option<Result<()>> {
+        self.client.read_into(remote, dest, deadline)
+    }
+
+    fn write(
+        &self,
+        remote: &RemoteBuffer,
+        local: LocalBuffer,
+        deadline: Instant,
+    ) -> Result<LocalBuffer, ReadError> {
+        self.client.write(remote, local, deadline)
+    }
+
+    fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()> {
+        self.client.notify(peer, note, deadline)
+    }
+
+    fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
+        self.shared.inbox.drain(&mut |note| events(Event::Note(note)));
+        if self.shared.failed.load(Ordering::Relaxed) {
+            return Err(broken(
+                "its server has failed, so that no peer reaches this relay: open another",
+            ));
+        }
+        Ok(())
+    }
+
+    fn publish(&self, slot: &Publication) {
+        // Held until it is published, so that nothing is that was just unregistered.
+        let spans = self.shared.spans.lock();
+        let known = |wanted: Span| {
+            spans.iter().any(|(span, access)| {
+                *access == Access::Published && span.contains(wanted.addr(), wanted.len)
+            })
+        };
+        let stamp = slot.stamp_span;
+        if known(slot.span) && known(stamp) && stamp.addr().is_multiple_of(8) && stamp.len == 8 {
+            self.shared.exports.publish(slot);
+        } else {
+            error!(slot = slot.slot, "not published: its memory is not registered for that");
+        }
+    }
+
+    fn retract(&self, slot: &Publication) -> Retracted {
+        self.shared.exports.retract(slot)
+    }
+
+    fn cut(&self, slot: &Publication) -> Retracted {
+        let retracted = self.shared.exports.cut(slot);
+        if retracted == Retracted::Reading {
+            self.wake();
+        }
+        retracted
+    }
+
+    fn doorbell(&self) -> Option<&Doorbell> {
+        Some(self.shared.inbox.bell())
+    }
+
+    fn interrupt(&self, span: Span) {
+        // Ended, not waited for: the deadline has passed.
+        self.client.end_reads_into(span, Instant::now());
+    }
+
+    fn tend(&self) {
+        self.client.tend();
+    }
+
+    fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
+        self.client.counters(each);
+        let counters = &self.shared.counters;
+        let values = [
+            ("bytes_served", &counters.bytes_served),
+            ("refused", &counters.refused),
+            ("notes_refused", &counters.notes_refused),
+            ("connections", &counters.connections),
+            ("connections_open", &counters.connections_open),
+            ("connections_refused", &counters.connections_refused),
+        ];
+        for (name, value) in values {
+            each(name, value.load(Ordering::Relaxed));
+        }
+    }
+}
+
+impl Drop for EmbeddedEngine {
+    fn drop(&mut self) {
+        self.stop(Instant::now());
+    }
+}
+
+/// What the engine and its server's thread both use.
+#[derive(Debug)]
+struct Shared {
+    endpoint: Endpoint,
+    limits: Limits,
+    exports: Arc<Exports>,
+    inbox: Inbox,
+    spans: Mutex<Vec<(Span, Access)>>,
+    counters: Counters,
+    /// The server's thread has ended, and nobody stopped it.
+    failed: AtomicBool,
+}
+
+impl Shared {
+    fn descriptor(&self, instance: Instance) -> Descriptor {
+        let spans = self.spans.lock();
+        let published = spans.iter().filter(|(_, access)| *access == Access::Published);
+        Descriptor {
+            name: self.endpoint.session_id.clone(),
+            data_host: Some(self.endpoint.host.clone()),
+            data_port: self.endpoint.data_port,
+            version: 2,
+            instance: Some(instance),
+            buffers: published.map(|(span, _)| (span.addr(), span.len as u64)).collect(),
+        }
+    }
+}
+
+#[derive(Debug, Default)]
+struct Counters {
+    bytes_served: AtomicU64,
+    /// Requests that were not served.
+    refused: AtomicU64,
+    notes_refused: AtomicU64,
+    connections: AtomicU64,
+    connections_open: AtomicU64,
+    connections_refused: AtomicU64,
+}
+
+fn broken(reason: &str) -> Error {
+    Error::Engine { engine: "embedded", reason: reason.to_owned() }
+}
