@@ -1,0 +1,74 @@
+#!/bin/sh
+# Sets up the real Mooncake engine for tests/mooncake_peer.py, and prints the Python that runs it.
+#
+#   tests/setup-wheel.sh              installs the wheel under target/, if it is not there
+#   tests/setup-wheel.sh --packages   also installs missing Debian packages, if root; else names them
+#
+# Exits with 0 only when that Python can load the engine. May be run by many at once.
+set -eu
+
+version=0.3.13.post1
+packages='libibverbs1 libnuma1 libcurl4' # what the wheel links against and does not carry
+root=$(cd "$(dirname "$0")/.." && pwd)
+wheel=$root/target/mooncake-$version
+
+# The wheel is built for CPython 3.11, whatever the default is.
+find_python() {
+    for python in python3.11 python3 /usr/bin/python3.11; do
+        "$python" -c 'import sys; sys.exit(sys.version_info[:2] != (3, 11))' 2>/dev/null || continue
+        "$python" -m pip --version >/dev/null 2>&1 || continue
+        "$python" -c 'import sys; print(sys.executable)'
+        return
+    done
+    return 1
+}
+
+loads() {
+    PYTHONPATH=$wheel "$1" -c 'import mooncake.engine' 2>&1
+}
+
+install_packages() {
+    missing=
+    if ! find_python >/dev/null; then missing='python3.11 python3-pip python3-venv'; fi
+    for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do
+        PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep -q "${library%%:*}" ||
+            missing="$missing ${library#*:}"
+    done
+    if [ -z "$missing" ]; then return; fi
+    if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
+        echo "setup-wheel: not root, or no Debian: install these yourself:$missing" >&2
+        return
+    fi
+    apt-get update -qq >&2
+    # shellcheck disable=SC2086 # a list of words
+    DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $missing >&2
+}
+
+if [ "${1-}" = --packages ]; then install_packages; fi
+
+if ! python=$(find_python); then
+    echo "setup-wheel: no CPython 3.11 with pip: install python3.11 and python3-pip" >&2
+    exit 1
+fi
+
+if ! [ -d "$wheel" ]; then
+    # Installed aside and renamed: the folder is there only when it is whole. Of two callers at
+    # once, one renames and the other finds the name taken. The engine alone is used, so the
+    # packages that the wheel asks for are left out.
+    mkdir -p "$root/target"
+    aside=$(mktemp -d "$root/target/mooncake.XXXXXX")
+    trap 'rm -rf "$aside"' EXIT
+    "$python" -m pip install --quiet --disable-pip-version-check --no-input \
+        --root-user-action=ignore --no-deps --target "$aside" \
+        "mooncake-transfer-engine-non-cuda==$version" >&2
+    chmod 755 "$aside"
+    mv -T "$aside" "$wheel" 2>/dev/null || [ -d "$wheel" ]
+fi
+
+if ! reason=$(loads "$python"); then
+    echo "setup-wheel: the engine does not load: ${reason##*
+}" >&2
+    echo "setup-wheel: it needs: $packages" >&2
+    exit 1
+fi
+echo "$python"
