@@ -15,6 +15,9 @@
 //! blocking calls of an [`Engine`], and whoever waits on a [`Token`] does the work of its relay
 //! meanwhile. Two promises stand above every feature: `Ok` means the bytes of that put, and every
 //! credit comes back.
+//!
+//! Begin with [`Relay`], which has a whole transfer as its example; the [`guide`] has the rest: a
+//! slot's life, threads and order, settings and environment variables, deployment, troubleshooting.
 #![deny(unsafe_code)] // the rooms that need it are marked below
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![doc(test(attr(deny(warnings))))]
@@ -82,6 +85,8 @@ mod tensor;
 
 #[cfg(all(feature = "conformance", not(loom)))]
 pub mod conformance;
+#[cfg(not(loom))]
+pub mod guide;
 
 #[cfg(all(feature = "embedded", not(loom)))]
 pub use crate::engine::{EmbeddedBuilder, EmbeddedEngine};
@@ -127,3 +132,7 @@ pub mod internal {
         token::{Completer, Tokens},
     };
 }
+
+#[cfg(all(doctest, feature = "embedded"))]
+#[doc = include_str!("../README.md")]
+struct ReadmeDoctests;

@@ -1,0 +1,56 @@
+//! The guide names all that there is: what is added without a line there fails here.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+use std::{fs, path::Path, sync::Arc};
+
+use mooncake_relay::{Config, InProcessEngine, Relay};
+
+#[test]
+fn every_field_and_counter_of_health_is_in_the_guide() {
+    let engine = Arc::new(InProcessEngine::new("guide").unwrap());
+    let relay = Relay::new(engine, &Config::default().with_slot_size(1)).unwrap();
+    let health = serde_json::to_value(relay.health()).unwrap();
+    let mut names: Vec<String> = health.as_object().unwrap().keys().cloned().collect();
+    names.extend(health["counters"].as_object().unwrap().keys().cloned());
+    #[cfg(feature = "embedded")]
+    {
+        let engine = mooncake_relay::EmbeddedEngine::bind("127.0.0.1:0").unwrap();
+        mooncake_relay::Engine::counters(&engine, &mut |name, _| names.push(name.to_owned()));
+    }
+    assert_named(&names, "troubleshooting.md");
+}
+
+#[test]
+fn every_error_is_in_the_guide() {
+    let source = read("src/error.rs");
+    let kinds = source.lines().filter_map(|line| line.split("=> \"").nth(1)?.strip_suffix("\","));
+    let kinds: Vec<_> = kinds.map(str::to_owned).collect();
+    assert!(kinds.len() >= 12, "{kinds:?}");
+    assert_named(&kinds, "troubleshooting.md");
+}
+
+#[test]
+fn every_environment_variable_is_in_the_guide() {
+    let source = read("src/config/env.rs");
+    let body = source.split("match short {").nth(1).unwrap().split("_ =>").next().unwrap();
+    let arms = body.lines().filter(|line| line.trim_start().starts_with('"'));
+    // Those are refused: a duration without its unit.
+    let arms = arms.filter(|arm| !arm.contains("lacks_unit"));
+    let names = arms.flat_map(|arm| arm.split("=>").next().unwrap().split('|'));
+    let names = names.map(|name| format!("MOONCAKE_RELAY_{}", name.trim().trim_matches('"')));
+    let names: Vec<_> = names.collect();
+    assert!(names.len() >= 15, "{names:?}");
+    assert_named(&names, "settings.md");
+}
+
+#[track_caller]
+fn assert_named(names: &[String], page: &str) {
+    let text = read(&format!("src/guide/{page}"));
+    let missing: Vec<_> =
+        names.iter().filter(|name| !text.contains(&format!("`{name}`"))).collect();
+    assert!(missing.is_empty(), "{page} does not name {missing:?}");
+}
+
+fn read(path: &str) -> String {
+    fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
+}
