@@ -94,6 +94,21 @@ fn a_dropped_token_drops_the_outcome_once() {
 }
 
 #[test]
+fn a_token_dropped_after_the_completer_has_left_drops_the_outcome_once() {
+    loom::model(|| {
+        let drops = Arc::new(AtomicUsize::new(0));
+        let (completer, token) = Tokens::make(&Tokens::<Counted>::new());
+        let value = Counted(Arc::clone(&drops));
+        let completing = thread::spawn(move || completer.complete(Ok(value)));
+        // loom would not begin with the other thread by itself.
+        thread::yield_now();
+        drop(token);
+        completing.join().unwrap();
+        assert_eq!(drops.load(Ordering::Relaxed), 1);
+    });
+}
+
+#[test]
 fn a_dropped_completer_closes_the_token() {
     loom::model(|| {
         let (completer, token) = Tokens::make(&Tokens::<u32>::new());
