@@ -12,7 +12,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam::channel::{bounded, unbounded};
+use crossbeam::channel::{Receiver, bounded, unbounded};
 use mooncake_relay::{
     Config, Error, Metadata, ReadError, Relay, Retracted, Slot, Tensor, Token, WaitStrategy,
 };
@@ -24,8 +24,10 @@ use crate::common::{
 };
 
 const WATCHDOG: Duration = Duration::from_secs(20);
-/// What takes microseconds, and a second where a wake-up is lost.
-const SOON: Duration = Duration::from_millis(500);
+/// A lost wake-up costs the rest of the notifier's nap, most of a second; one that is heard takes
+/// microseconds. So many rounds tell the two apart, however busy the machine is in one of them.
+const ROUNDS: u32 = 5;
+const HALF_OF_THEIR_NAPS: Duration = Duration::from_millis(2500);
 
 fn small() -> Config {
     Config::default().with_engine_id("t").with_slot_size(4096)
@@ -46,9 +48,23 @@ fn put(relay: &Relay, bytes: &[u8]) -> (Metadata, Token<Slot>) {
     relay.put_bytes(bytes, Tensor::bytes(bytes.len())).unwrap()
 }
 
+/// `round` returns how long it took until the event was heard.
+#[track_caller]
+fn assert_heard_at_once(round: fn() -> Duration) {
+    let waited: Vec<_> = (0..ROUNDS).map(|_| within(WATCHDOG, round)).collect();
+    assert!(waited.iter().sum::<Duration>() < HALF_OF_THEIR_NAPS, "heard after {waited:?}");
+}
+
+/// How long `rx` makes us wait, at the most for all naps.
+fn wait_for<T>(rx: &Receiver<T>) -> Duration {
+    let start = Instant::now();
+    rx.recv().unwrap();
+    start.elapsed()
+}
+
 #[test]
 fn a_poll_that_coincides_with_an_event_does_not_put_the_notifier_to_sleep() {
-    within(WATCHDOG, || {
+    assert_heard_at_once(|| {
         let (engine, a) = relay(&small());
         let (_, b) = relay(&small());
         let poller = thread::current().id();
@@ -77,14 +93,13 @@ fn a_poll_that_coincides_with_an_event_does_not_put_the_notifier_to_sleep() {
             });
             assert!(other.poll().is_none());
         });
-        let heard = rx.recv_timeout(SOON);
-        assert!(heard.is_ok(), "nobody looks for what the poll has missed");
+        wait_for(&rx)
     });
 }
 
 #[test]
 fn an_event_that_comes_while_a_driver_leaves_is_heard() {
-    within(WATCHDOG, || {
+    assert_heard_at_once(|| {
         let (engine, a) = relay(&small());
         let (_, b) = relay(&small());
         let driver = thread::current().id();
@@ -123,14 +138,13 @@ fn an_event_that_comes_while_a_driver_leaves_is_heard() {
             });
             token.wait().unwrap();
         });
-        let heard = rx.recv_timeout(SOON);
-        assert!(heard.is_ok(), "nobody looks for what the driver has missed");
+        wait_for(&rx)
     });
 }
 
 #[test]
 fn an_event_that_comes_before_the_notifier_lies_down_is_heard() {
-    within(WATCHDOG, || {
+    assert_heard_at_once(|| {
         // The driver never sleeps.
         let (engine, a) = relay(&small().with_wait(WaitStrategy::Yield));
         let (_, b) = relay(&small());
@@ -161,29 +175,24 @@ fn an_event_that_comes_before_the_notifier_lies_down_is_heard() {
             b.get(&metadata).unwrap().wait().unwrap();
             go.send(()).unwrap();
         });
-        let heard = rx.recv_timeout(SOON);
-        assert!(heard.is_ok(), "the notifier sleeps through a ring that it has not heard");
+        wait_for(&rx)
     });
 }
 
 #[test]
 fn a_wait_hears_at_once_that_its_lease_has_ended() {
-    within(WATCHDOG, || {
+    assert_heard_at_once(|| {
         let (_, a) = relay(&small().with_lease(Duration::from_millis(30)));
-        let worst = (0..5).map(|_| {
-            let (_, token) = put(&a, b"x");
-            let start = Instant::now();
-            assert!(matches!(token.wait(), Err(Error::TimedOut)));
-            start.elapsed()
-        });
-        let worst = worst.max().unwrap();
-        assert!(worst < SOON, "a lease of 30 ms ended after {worst:?}");
+        let (_, token) = put(&a, b"x");
+        let start = Instant::now();
+        assert!(matches!(token.wait(), Err(Error::TimedOut)));
+        start.elapsed()
     });
 }
 
 #[test]
 fn a_wait_hears_at_once_that_its_slot_is_quiet() {
-    within(WATCHDOG, || {
+    assert_heard_at_once(|| {
         let (engine, a) = relay(&small());
         let (_, b) = relay(&small());
         let reading = Arc::new(AtomicBool::new(true));
@@ -203,7 +212,7 @@ fn a_wait_hears_at_once_that_its_slot_is_quiet() {
         read.store(false, Ordering::SeqCst);
         let (heard, slot) = waiting.join().unwrap();
         slot.unwrap();
-        assert!(heard - quiet < SOON, "heard after {:?}", heard - quiet);
+        heard - quiet
     });
 }
 
