@@ -97,7 +97,9 @@ fn first() -> Result<()> {
     assert!(status.success(), "the second process: {status}");
     println!("\nEvery byte was compared. A time is the median from `put` to the sender's token,");
     println!("the JSON text and the acknowledgement included; both processes ran on this machine.");
-    println!("Next: `cargo doc --open`, README.md, examples/peer (a relay driven by JSON lines).");
+    println!(
+        "Next: `cargo doc --no-deps --open`, README.md, examples/peer (driven by JSON lines)."
+    );
     Ok(())
 }
 

@@ -35,7 +35,7 @@ use crate::{
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Health {
-    /// `"healthy"`, `"failed"` (a thread of the relay panicked) or `"closed"`.
+    /// `"healthy"`, `"failed"` (a thread of the relay, or its engine, panicked) or `"closed"`.
     pub status: &'static str,
     /// The configured name.
     pub engine_id: String,
