@@ -148,7 +148,8 @@ pub struct Closed {
     pub quarantined: usize,
     /// Threads that did not end in time, and were left to themselves.
     pub threads: usize,
-    /// Spans that the engine could not let go of; their pages stay mapped for the process's life.
+    /// Spans that the engine had not let go of; their pages stay mapped until it does, or for the
+    /// process's life if it says that it cannot.
     pub spans_kept: usize,
 }
 

@@ -25,7 +25,7 @@ use crate::{
     wait::deadline_after,
 };
 
-/// How long `drop` waits for threads that are inside the engine.
+/// How long `drop` waits for the engine and for threads that are inside it.
 const DROP_LIMIT: Duration = Duration::from_secs(5);
 /// A wait for a slot that lasts this long is told once, with the holder.
 const SLOW_WAIT: Duration = Duration::from_secs(1);
@@ -37,7 +37,7 @@ const SCRATCH: usize = 64;
 /// Moves tensors to and from peers.
 ///
 /// `Send` and `Sync`: any thread may call any method, as [`guide::threads`](crate::guide::threads)
-/// says in full. Dropping it closes it and joins its threads, for which it waits up to 5 s.
+/// says in full. Dropping it closes it, as [`close`](Self::close) with a `timeout` of 5 s does.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -383,9 +383,10 @@ impl<M: Memory> Relay<M> {
     }
 
     /// Ends everything: open tokens end with [`Error::Closed`], later calls too; the threads are
-    /// joined and the memory is unregistered. Idempotent, from any thread; threads that are still
-    /// inside the engine after `timeout` are left to themselves, and counted. What the engine needs
-    /// to end the reads of peers comes on top. Completions that a full channel does not take then
+    /// joined and the memory is unregistered. Idempotent, from any thread. It returns by `timeout`:
+    /// threads that are still inside the engine then are left to themselves, and counted. Memory that
+    /// the engine has not let go of is counted too, stays mapped, and goes when the engine does let
+    /// go; until then the engine takes no other relay. Completions that a full channel has not taken
     /// are dropped.
     ///
     /// ```

@@ -1,11 +1,13 @@
 //! How a relay ends.
 
 use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     thread::{self, JoinHandle},
     time::{Duration, Instant},
 };
 
+use crossbeam::channel::{Receiver, Sender, unbounded};
 use parking_lot::{Condvar, Mutex};
 
 use crate::{
@@ -48,8 +50,8 @@ impl Shutdown {
     /// Registers memory of the core's, which outlives the registration.
     #[allow(unsafe_code)] // hands the pools' memory to the engine
     pub(crate) fn register(&self, engine: &dyn Engine, span: Span, access: Access) -> Result<()> {
-        // SAFETY: the span is a pool's of the core; `close` unregisters it before the core goes, and
-        // keeps the core for ever if that fails.
+        // SAFETY: the span is a pool's of the core; `close` has it unregistered by a thread that keeps
+        // the core until then, and keeps the core for ever if that fails.
         unsafe { engine.register(span, access) }?;
         self.spans.lock().push(span);
         Ok(())
@@ -71,20 +73,8 @@ impl Shutdown {
         core.end_quarantined();
         core.slots.credits().wake_waiting();
         core.bell().wake_all();
-        // Ends what still reads, here and at the peers.
-        let mut spans_kept = 0;
-        for span in self.spans.lock().drain(..).rev() {
-            if let Err(error) = core.engine.unregister(span) {
-                tracing::error!(%error, "the engine keeps memory of a closed relay");
-                spans_kept += 1;
-            }
-        }
-        if spans_kept > 0 {
-            // The engine may still touch the pages, so they are never unmapped.
-            std::mem::forget(Arc::clone(core));
-        }
-        // Before the join: a thread may have been about to begin a read, or wait for a peer's answer.
-        core.engine.stop(until);
+        let spans = std::mem::take(&mut *self.spans.lock());
+        let spans_kept = let_go(core, spans, until);
         let threads = self.threads.join(until);
         // After the threads: one may have been about to put a slot there.
         core.empty_quarantine();
@@ -98,6 +88,81 @@ impl Shutdown {
         let closed = Closed { puts, gets, quarantined, threads, spans_kept };
         *done = Some(closed);
         closed
+    }
+}
+
+/// Has the engine end what still reads, here and at the peers, and let go of `spans`; how many it
+/// has not by `until`.
+///
+/// An engine may wait for readers, so this happens on a thread of its own. If its time passes it goes
+/// on by itself: it keeps the core, hence the pages, until the engine has let go.
+fn let_go<M: Memory>(core: &Arc<Core<M>>, spans: Vec<Span>, until: Instant) -> usize {
+    let all = spans.len();
+    let (tx, let_go) = unbounded();
+    let closer = {
+        let (core, spans) = (Arc::clone(core), spans.clone());
+        let body = move || rid_of(core, &spans, until, tx);
+        // It panics where a thread's own locals are gone already.
+        let named = thread::Builder::new().name("relay-closer".to_owned());
+        catch_unwind(AssertUnwindSafe(|| named.spawn(body)))
+    };
+    let Ok(Ok(closer)) = closer else {
+        let (tx, let_go) = unbounded();
+        rid_of(Arc::clone(core), &spans, until, tx);
+        return all - let_go.try_iter().count();
+    };
+    let (freed, ended) = count_until(&let_go, until);
+    if ended {
+        // A panic was caught and told before.
+        let _ = closer.join();
+    } else {
+        tracing::error!(
+            spans = all - freed,
+            "the engine has not let go of a closed relay's memory in time; it stays mapped until then"
+        );
+    }
+    all - freed
+}
+
+/// Says of each span that it is free.
+fn rid_of<M: Memory>(core: Arc<Core<M>>, spans: &[Span], until: Instant, freed: Sender<()>) {
+    let engine = &core.engine;
+    let mut kept = false;
+    for span in spans.iter().rev() {
+        let unregistered = catch_unwind(AssertUnwindSafe(|| engine.unregister(*span)));
+        let reason = match unregistered {
+            Ok(Ok(())) => {
+                let _ = freed.send(());
+                continue;
+            }
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => "its unregister panicked".to_owned(),
+        };
+        kept = true;
+        tracing::error!(reason, "the engine keeps memory of a closed relay");
+    }
+    // Before the join: a thread may have been about to begin a read, or wait for a peer's answer.
+    if catch_unwind(AssertUnwindSafe(|| engine.stop(until))).is_err() {
+        tracing::error!("the engine panicked while it was stopped");
+    }
+    if kept {
+        // The engine may still touch the pages, so they are never unmapped.
+        std::mem::forget(core);
+    } else {
+        drop(core);
+    }
+    // Whoever waits finds the memory gone, if nobody else holds it.
+    drop(freed);
+}
+
+/// How many messages come by `until`, and whether the sender has ended by then.
+fn count_until(messages: &Receiver<()>, until: Instant) -> (usize, bool) {
+    let mut count = 0;
+    loop {
+        match messages.recv_deadline(until) {
+            Ok(()) => count += 1,
+            Err(error) => return (count, error.is_disconnected()),
+        }
     }
 }
 

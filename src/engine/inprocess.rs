@@ -119,7 +119,8 @@ impl Engine for InProcessEngine {
         if let State::Started(_) = *state {
             return Err(Error::config(
                 "engine",
-                "another relay uses this engine: give each relay an engine of its own",
+                "another relay uses this engine, or has not ended its close: give each relay an engine \
+                 of its own",
             ));
         }
         // What nobody polled was meant for the relay before.

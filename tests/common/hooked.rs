@@ -22,6 +22,10 @@ pub(crate) struct Hooks {
     pub(crate) start: Hook<(), Result<()>>,
     /// The number of the span, from 0.
     pub(crate) register: Hook<usize, Result<()>>,
+    pub(crate) before_unregister: Hook<(), Result<()>>,
+    pub(crate) before_stop: Hook<(), ()>,
+    /// The peer and the deadline go in.
+    pub(crate) before_connect: Hook<(String, Instant), Result<()>>,
     /// In place of the read. `Err(buffer)`: go on as usual.
     pub(crate) read: Hook<(RemoteBuffer, LocalBuffer, Instant), Instead>,
     pub(crate) interrupt: Hook<Span, ()>,
@@ -91,6 +95,7 @@ impl Engine for Hooked {
     }
 
     fn stop(&self, deadline: Instant) {
+        ask(&self.0.hooks.before_stop, (), |()| ());
         self.0.engine.stop(deadline);
     }
 
@@ -103,9 +108,15 @@ impl Engine for Hooked {
     }
 
     fn unregister(&self, span: Span) -> Result<()> {
+        ask(&self.0.hooks.before_unregister, (), |()| Ok(()))?;
         self.0.engine.unregister(span)?;
         self.0.registered.fetch_sub(1, std::sync::atomic::Ordering::SeqCst);
         Ok(())
+    }
+
+    fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
+        ask(&self.0.hooks.before_connect, (peer.to_owned(), deadline), |_| Ok(()))?;
+        self.0.engine.connect(peer, deadline)
     }
 
     fn read(

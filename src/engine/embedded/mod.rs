@@ -157,7 +157,8 @@ impl Engine for EmbeddedEngine {
             State::Stopped => Listeners::open(self.control, self.data)?,
             busy @ (State::Running(_) | State::Stopping) => {
                 *state = busy;
-                let reason = "another relay uses this engine: close it first, or bind another";
+                let reason = "another relay uses this engine, or has not ended its close: close it first, \
+                              or bind another";
                 return Err(Error::config("engine", reason));
             }
         };
