@@ -35,6 +35,8 @@ const MOST_NOTES: usize = 1 << 20;
 ///     .max_connections(256)
 ///     .queued_notes(4096)
 ///     .allow_writes(false)
+///     .connect_timeout(std::time::Duration::from_secs(2))
+///     .stall_timeout(std::time::Duration::from_secs(10))
 ///     .bind()?;
 /// assert_eq!(engine.session_id(), "node7.example:31000");
 /// assert_ne!(engine.control_addr(), engine.data_addr()); // where it really listens
@@ -48,6 +50,22 @@ pub struct EmbeddedBuilder {
     data_port: u16,
     pub(super) limits: Limits,
     pub(super) queued_notes: usize,
+    pub(super) patience: Patience,
+}
+
+/// How long peers may keep us waiting, whatever the deadline.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Patience {
+    /// For a connection to be made.
+    pub(super) connect: Duration,
+    /// In the middle of something, without a byte.
+    pub(super) stall: Duration,
+}
+
+impl Default for Patience {
+    fn default() -> Self {
+        Self { connect: Duration::from_secs(5), stall: Duration::from_secs(30) }
+    }
 }
 
 /// What peers can make the server do.
@@ -66,6 +84,7 @@ impl EmbeddedBuilder {
             data_port: 0,
             limits: Limits { allow_writes: false, connections: connections() },
             queued_notes: 16_384,
+            patience: Patience::default(),
         }
     }
 
@@ -112,6 +131,24 @@ impl EmbeddedBuilder {
         self
     }
 
+    /// How long connecting to a peer may take, on each try; 5 s by default. An address that swallows
+    /// everything is then [`Error::PeerFailed`] long before a get's own deadline.
+    pub fn connect_timeout(mut self, timeout: Duration) -> Self {
+        self.patience.connect = timeout;
+        self
+    }
+
+    /// How long a peer may be silent in the middle of something; 30 s by default.
+    ///
+    /// A peer that sends no byte of its answer for so long is [`Error::PeerFailed`], also where the
+    /// get has no deadline. The server closes connections that stop in the middle of a request, and
+    /// those that take no byte of an answer; not those that are idle between two requests, and not
+    /// those that read a published slot, which its lease and its quarantine end.
+    pub fn stall_timeout(mut self, timeout: Duration) -> Self {
+        self.patience.stall = timeout;
+        self
+    }
+
     /// Opens both ports, at once or not at all.
     ///
     /// # Errors
@@ -121,6 +158,12 @@ impl EmbeddedBuilder {
     pub fn bind(self) -> Result<EmbeddedEngine> {
         if self.limits.connections == 0 {
             return Err(Error::config("max_connections", "must be at least 1"));
+        }
+        let Patience { connect, stall } = self.patience;
+        for (field, time) in [("connect_timeout", connect), ("stall_timeout", stall)] {
+            if time.is_zero() {
+                return Err(Error::config(field, "is zero: no peer could answer in it"));
+            }
         }
         if !(1..=MOST_NOTES).contains(&self.queued_notes) {
             return Err(Error::config("queued_notes", format!("must be 1 to {MOST_NOTES}")));

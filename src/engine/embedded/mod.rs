@@ -23,7 +23,7 @@ use tracing::error;
 
 pub use self::builder::EmbeddedBuilder;
 use self::{
-    builder::{Endpoint, Limits, Listeners},
+    builder::{Endpoint, Limits, Listeners, Patience},
     client::Client,
     frame::Descriptor,
     inbox::Inbox,
@@ -123,13 +123,14 @@ impl EmbeddedEngine {
         let shared = Arc::new(Shared {
             endpoint,
             limits: builder.limits,
+            patience: builder.patience,
             exports: Arc::default(),
             inbox: Inbox::new(builder.queued_notes),
             spans: Mutex::default(),
             counters: Counters::default(),
             failed: AtomicBool::new(false),
         });
-        let (client, state) = (Client::new(), Mutex::new(State::Bound(listeners)));
+        let (client, state) = (Client::new(builder.patience), Mutex::new(State::Bound(listeners)));
         Self { shared, client, control, data, state }
     }
 
@@ -334,6 +335,7 @@ impl Drop for EmbeddedEngine {
 struct Shared {
     endpoint: Endpoint,
     limits: Limits,
+    patience: Patience,
     exports: Arc<Exports>,
     inbox: Inbox,
     spans: Mutex<Vec<(Span, Access)>>,

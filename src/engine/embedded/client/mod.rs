@@ -28,21 +28,26 @@ use self::{
     peer::Peers,
 };
 use crate::{
-    engine::{Filled, Identity, LocalBuffer, Notification, ReadError, RemoteBuffer},
+    engine::{
+        Filled, Identity, LocalBuffer, Notification, ReadError, RemoteBuffer,
+        embedded::builder::Patience,
+    },
     error::{Error, Result},
     memory::Span,
 };
 
 /// Reads from, writes to and notifies any number of peers, from any number of threads.
 ///
-/// Every call returns by its deadline. What it says of the peer is [`Error::PeerFailed`],
+/// Every call returns by its deadline, and sooner if the peer is silent for longer than our patience
+/// lasts. What it says of the peer is [`Error::PeerFailed`],
 /// [`Error::TimedOut`], [`Error::Stale`] or [`Error::Rejected`]; a session id that is no address is
 /// [`Error::Metadata`], and [`Error::Io`] means that this process is out of descriptors or memory.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(super) struct Client {
     operations: Operations,
     peers: Peers,
     counters: Counters,
+    patience: Patience,
 }
 
 #[derive(Debug, Default)]
@@ -55,8 +60,13 @@ struct Counters {
 
 impl Client {
     /// A client whose calls fail until [`start`](Self::start).
-    pub(super) fn new() -> Self {
-        Self::default()
+    pub(super) fn new(patience: Patience) -> Self {
+        Self {
+            operations: Operations::default(),
+            peers: Peers::default(),
+            counters: Counters::default(),
+            patience,
+        }
     }
 
     pub(super) fn start(&self) {

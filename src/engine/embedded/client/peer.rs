@@ -5,7 +5,7 @@ use std::{
     convert::Infallible,
     net::SocketAddr,
     sync::{
-        Arc,
+        Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
     time::Instant,
@@ -102,8 +102,17 @@ struct State {
     /// Which endpoint the idle connections lead to.
     epoch: u64,
     idle: ArrayVec<Connection, IDLE_PER_PEER>,
-    /// Disconnected once the thread that asks the peer has an answer, or none.
-    asking: Option<Receiver<Infallible>>,
+    /// The thread that asks the peer, if one does.
+    asking: Option<Asked>,
+}
+
+/// What others see of the thread that asks.
+#[derive(Clone, Debug)]
+struct Asked {
+    /// Disconnected once it has an answer, or none.
+    done: Receiver<Infallible>,
+    /// Why it has none, if that is the peer's doing.
+    failed: Arc<OnceLock<String>>,
 }
 
 /// What a peer's descriptor said.
@@ -141,14 +150,14 @@ impl Endpoint {
 
 impl Peer {
     /// What is known of the peer, if it was asked for at `since` or later; else it is asked, by
-    /// one thread at a time.
+    /// one thread at a time. Whoever waits for that thread shares its answer, and its failure.
     pub(super) fn endpoint(
         &self,
         operation: &Operation<'_>,
         since: Option<Instant>,
         ask: impl FnOnce() -> Result<Endpoint>,
     ) -> Result<Arc<Endpoint>> {
-        let _asking = loop {
+        let asking = loop {
             let asking = {
                 let mut state = self.state.lock();
                 if let Some(endpoint) = &state.endpoint
@@ -159,20 +168,28 @@ impl Peer {
                 match &state.asking {
                     Some(asking) => asking.clone(),
                     None => {
-                        let (done, asking) = channel::bounded(0);
-                        state.asking = Some(asking);
-                        break Asking { peer: self, _done: done };
+                        let (tx, done) = channel::bounded(0);
+                        let failed = Arc::default();
+                        state.asking = Some(Asked { done, failed: Arc::clone(&failed) });
+                        break Asking { peer: self, failed, _done: tx };
                     }
                 }
             };
             let left = operation.deadline.saturating_duration_since(Instant::now());
             select! {
-                recv(asking) -> _ => {}
+                recv(asking.done) -> _ => if let Some(reason) = asking.failed.get() {
+                    return Err(Error::peer_failed(&self.name, reason));
+                },
                 recv(operation.cancelled()) -> _ => return Err(Error::Closed),
                 default(left) => return Err(Error::TimedOut),
             }
         };
-        let mut endpoint = ask()?;
+        let mut endpoint = ask().inspect_err(|error| {
+            // A deadline is only the asker's own.
+            if let Error::PeerFailed { reason, .. } = error {
+                let _ = asking.failed.set(reason.clone());
+            }
+        })?;
         let mut state = self.state.lock();
         if !state.endpoint.as_ref().is_some_and(|old| old.is_same(&endpoint)) {
             state.forget();
@@ -224,6 +241,7 @@ impl State {
 /// This thread is the one that asks.
 struct Asking<'a> {
     peer: &'a Peer,
+    failed: Arc<OnceLock<String>>,
     /// Wakes the others when it goes.
     _done: Sender<Infallible>,
 }

@@ -152,11 +152,11 @@ impl Client {
     }
 
     fn open(&self, address: SocketAddr) -> Result<Socket, Fault> {
-        match Socket::open(address) {
+        match Socket::open(address, self.patience) {
             Err(Fault::Ours(_)) => {
                 // What nobody uses may be what is lacking.
                 self.peers.close_idle();
-                Socket::open(address)
+                Socket::open(address, self.patience)
             }
             socket => socket,
         }

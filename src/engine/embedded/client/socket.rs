@@ -17,18 +17,19 @@ use rustix::{
     },
 };
 
-use crate::error::Error;
+use crate::{engine::embedded::builder::Patience, error::Error, wait::deadline_after};
 
 /// A connection under way or made. Every call tries first, and waits only if it must.
 #[derive(Debug)]
 pub(super) struct Socket {
     fd: OwnedFd,
     address: SocketAddr,
+    patience: Patience,
 }
 
 impl Socket {
     /// A socket for `address`, not connected yet.
-    pub(super) fn open(address: SocketAddr) -> Result<Self, Fault> {
+    pub(super) fn open(address: SocketAddr, patience: Patience) -> Result<Self, Fault> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| {
@@ -39,7 +40,7 @@ impl Socket {
             }
         })?;
         sockopt::set_tcp_nodelay(&fd, true).map_err(Fault::Os)?;
-        Ok(Self { fd, address })
+        Ok(Self { fd, address, patience })
     }
 
     /// Where it leads.
@@ -52,7 +53,12 @@ impl Socket {
             Ok(()) => {}
             // Interrupted, it goes on in the background just the same.
             Err(Errno::INPROGRESS | Errno::INTR) => {
-                self.wait(PollFlags::OUT, deadline)?;
+                self.wait_at_most(self.patience.connect, PollFlags::OUT, deadline).map_err(
+                    |fault| match fault {
+                        Fault::Silent(limit) => Fault::NotConnected(limit),
+                        fault => fault,
+                    },
+                )?;
                 sockopt::socket_error(&self.fd).map_err(Fault::Os)?.map_err(Fault::Os)?;
             }
             Err(errno) => return Err(Fault::Os(errno)),
@@ -132,8 +138,25 @@ impl Socket {
         let _ = shutdown(&self.fd, Shutdown::Both);
     }
 
-    /// Waits for one of `wanted`, or for the connection's end.
+    /// Waits for one of `wanted`, or for the connection's end, as long as our patience lasts.
     fn wait(&self, wanted: PollFlags, deadline: Instant) -> Result<PollFlags, Fault> {
+        self.wait_at_most(self.patience.stall, wanted, deadline)
+    }
+
+    fn wait_at_most(
+        &self,
+        limit: Duration,
+        wanted: PollFlags,
+        deadline: Instant,
+    ) -> Result<PollFlags, Fault> {
+        let silent = deadline_after(Instant::now(), limit);
+        match self.wait_until(wanted, deadline.min(silent)) {
+            Err(Fault::Deadline) if silent < deadline => Err(Fault::Silent(limit)),
+            waited => waited,
+        }
+    }
+
+    fn wait_until(&self, wanted: PollFlags, deadline: Instant) -> Result<PollFlags, Fault> {
         loop {
             let left = deadline.saturating_duration_since(Instant::now());
             if left.is_zero() {
@@ -154,6 +177,10 @@ impl Socket {
 pub(super) enum Fault {
     /// The deadline passed.
     Deadline,
+    /// No byte came, or went, for so long.
+    Silent(Duration),
+    /// Nothing answered the connect for so long.
+    NotConnected(Duration),
     /// The peer closed it.
     Eof,
     /// It was refused, reset, or is otherwise of no more use.
@@ -166,6 +193,12 @@ impl Fault {
     pub(super) fn error(self, peer: &str, doing: &str) -> Error {
         match self {
             Self::Deadline => Error::TimedOut,
+            Self::Silent(limit) => {
+                Error::peer_failed(peer, format!("{doing}: it was silent for {limit:?}"))
+            }
+            Self::NotConnected(limit) => {
+                Error::peer_failed(peer, format!("{doing}: connect timed out after {limit:?}"))
+            }
             Self::Eof => Error::peer_failed(peer, format!("{doing}: it closed the connection")),
             Self::Os(errno) => {
                 Error::peer_failed(peer, format!("{doing}: {}", io::Error::from(errno)))

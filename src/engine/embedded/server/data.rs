@@ -16,13 +16,16 @@ use arrayvec::ArrayVec;
 use tracing::debug;
 
 use super::{Context, SCRATCH, TURN, Turn, line::Line, pinned};
-use crate::engine::{
-    Identity, Notification,
-    embedded::frame::{
-        FrameError, Header, IDENTITY_LEN, MAX_NOTE_BODY, NOTIFY, READ_IDENTIFIED, READ_V1, READ_V2,
-        Status, WRITE_V1, WRITE_V2, decode_identity, parse_notification,
+use crate::{
+    engine::{
+        Identity, Notification,
+        embedded::frame::{
+            FrameError, Header, IDENTITY_LEN, MAX_NOTE_BODY, NOTIFY, READ_IDENTIFIED, READ_V1,
+            READ_V2, Status, WRITE_V1, WRITE_V2, decode_identity, parse_notification,
+        },
+        exports::{Pin, Refusal},
     },
-    exports::{Pin, Refusal},
+    wait::deadline_after,
 };
 
 /// How long the rest of a refused request is thrown away, so that no reset overtakes the status.
@@ -35,6 +38,8 @@ pub(super) struct DataConnection {
     line: Line,
     input: Input,
     stage: Stage,
+    /// Until when the peer may be silent, if it is in the middle of something.
+    silent_until: Option<Instant>,
 }
 
 #[derive(Debug)]
@@ -77,16 +82,26 @@ enum Step {
 
 impl DataConnection {
     pub(super) fn new(line: Line) -> Self {
-        Self { line, input: Input::default(), stage: Stage::Ask }
+        Self { line, input: Input::default(), stage: Stage::Ask, silent_until: None }
     }
 
     pub(super) fn line(&mut self) -> &mut Line {
         &mut self.line
     }
 
-    /// Idle ones have none.
+    /// Idle ones have none, nor have readers of a slot: its owner says when he wants it back.
     pub(super) fn deadline(&self) -> Option<Instant> {
-        if let Stage::Drain { until } = &self.stage { Some(*until) } else { None }
+        if let Stage::Drain { until } = &self.stage { Some(*until) } else { self.silent_until }
+    }
+
+    /// Whether it is the peer's turn to send, or to take, the rest of something.
+    fn is_midway(&self) -> bool {
+        match &self.stage {
+            Stage::Ask => !self.input.bytes().is_empty(),
+            Stage::Answer(answer) => answer.pin.is_none(),
+            Stage::Store { .. } | Stage::Note { .. } => true,
+            Stage::Drain { .. } => false,
+        }
     }
 
     /// Whether the owner of the bytes wants them back now.
@@ -98,6 +113,18 @@ impl DataConnection {
     }
 
     pub(super) fn turn(&mut self, context: &mut Context<'_>) -> io::Result<Turn> {
+        let mut moved = false;
+        let turn = self.steps(context, &mut moved)?;
+        if !self.is_midway() {
+            self.silent_until = None;
+        } else if moved || self.silent_until.is_none() {
+            let stall = context.shared.patience.stall;
+            self.silent_until = Some(deadline_after(Instant::now(), stall));
+        }
+        Ok(turn)
+    }
+
+    fn steps(&mut self, context: &mut Context<'_>, moved: &mut bool) -> io::Result<Turn> {
         if self.is_cut() {
             debug!(peer = %self.line.peer(), "a read was cut: its quarantine is over");
             return Ok(Turn::Close);
@@ -118,10 +145,13 @@ impl DataConnection {
             match step {
                 Step::Blocked => return Ok(Turn::Wait),
                 Step::Over => return Ok(Turn::Close),
-                Step::Went(len) => match left.checked_sub(len.max(STEP)) {
-                    Some(rest) => left = rest,
-                    None => return Ok(Turn::Again),
-                },
+                Step::Went(len) => {
+                    *moved |= len > 0;
+                    match left.checked_sub(len.max(STEP)) {
+                        Some(rest) => left = rest,
+                        None => return Ok(Turn::Again),
+                    }
+                }
             }
         }
     }

@@ -123,7 +123,7 @@ fn a_silent_peer_times_out_and_the_buffer_comes_back() {
 }
 
 /// An address that swallows connection requests: the kernel's queue for it is full.
-fn blackhole() -> (SocketAddr, impl Sized) {
+pub(super) fn blackhole() -> (SocketAddr, impl Sized) {
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     rustix::net::listen(&listener, 0).unwrap();
     let address = listener.local_addr().unwrap();

@@ -20,7 +20,7 @@ fn stuck() -> (Fake, mpsc::Receiver<()>) {
 fn nothing_works_before_start_and_after_stop() {
     watched(|| {
         let fake = Fake::new(PLAIN, Some(instance(1)), serve_pattern);
-        let client = Client::new();
+        let client = Client::new(Patience::default());
         let remote = remote(&fake, 64).with_identity(identity(1));
         for _ in 0..3 {
             assert_eq!(kind(client.read(&remote, buffer(64), soon())), "Closed");
@@ -145,7 +145,8 @@ fn a_call_that_was_ended_takes_up_no_other_wait() {
     let operations = Operations::default();
     operations.start();
     let operation = operations.begin(None, soon()).unwrap();
-    let socket = Arc::new(Socket::open("127.0.0.1:1".parse().unwrap()).unwrap());
+    let socket =
+        Arc::new(Socket::open("127.0.0.1:1".parse().unwrap(), Patience::default()).unwrap());
     operation.hold(&socket).unwrap();
     let cancelled = operation.cancelled();
     operations.stop();

@@ -3,6 +3,7 @@
 mod faults;
 mod lifecycle;
 mod notes;
+mod patience;
 mod reads;
 mod writes;
 
@@ -43,7 +44,7 @@ fn identity(byte: u8) -> Identity {
 }
 
 fn started() -> Client {
-    let client = Client::new();
+    let client = Client::new(Patience::default());
     client.start();
     client
 }
