@@ -223,6 +223,25 @@ impl<M: Memory> Gets<M> {
         table.place(handle).is_some_and(|place| !place.ended)
     }
 
+    /// Queues a claimed get again, behind the others. It comes back if somebody has ended it.
+    pub(crate) fn put_back(&self, claim: Claim<M>) -> Option<Claim<M>> {
+        let mut table = self.table.lock();
+        let handle = claim.handle;
+        let place = &mut table.places[handle.place()];
+        if place.ended {
+            return Some(claim);
+        }
+        place.reading = None;
+        table.reading -= 1;
+        table.queued += 1;
+        table.order.retain(|other| *other != handle);
+        table.order.push_back(handle);
+        drop(table);
+        // Not under the lock: whoever gives a slot back may look for work.
+        drop(claim);
+        None
+    }
+
     /// Takes a finished get out. `None` in its completer: somebody else told the token.
     pub(crate) fn finish(&self, handle: Handle) -> Option<Job<M>> {
         let mut table = self.table.lock();

@@ -1,6 +1,10 @@
 //! What is known of each peer: whether it answers.
 
-use std::{collections::HashMap, sync::Arc, time::Instant};
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use parking_lot::{Mutex, RwLock};
 
@@ -22,6 +26,8 @@ const REMEMBERED: usize = 4096;
 #[derive(Debug)]
 pub(crate) struct Peer {
     trust: AtomicU8,
+    /// How many times in a row it did not answer in the time that it was given.
+    misses: AtomicU32,
     /// How many transfer threads are busy with it.
     busy: AtomicU32,
     /// How many gets ended well, and how many did not.
@@ -56,6 +62,7 @@ impl Peers {
         let fresh = || {
             Arc::new(Peer {
                 trust: AtomicU8::new(Trust::Unproven as u8),
+                misses: AtomicU32::new(0),
                 busy: AtomicU32::new(0),
                 done: AtomicU64::new(0),
                 failed: AtomicU64::new(0),
@@ -85,7 +92,19 @@ impl Peer {
     pub(crate) fn learn(&self, trust: Trust) {
         if self.trust() != trust {
             self.trust.store(trust as u8, Ordering::Relaxed);
+            if trust == Trust::Good {
+                self.misses.store(0, Ordering::Relaxed);
+            }
         }
+    }
+
+    pub(crate) fn misses(&self) -> u32 {
+        self.misses.load(Ordering::Relaxed)
+    }
+
+    pub(crate) fn count_miss(&self, given: Duration) {
+        self.misses.fetch_add(1, Ordering::Relaxed);
+        *self.last_failure.lock() = Some((Instant::now(), format!("no answer in {given:?}")));
     }
 
     pub(crate) fn is_busy(&self) -> bool {

@@ -26,6 +26,10 @@ const RETRY_FIRST: Duration = Duration::from_millis(20);
 const RETRY_MOST: Duration = Duration::from_secs(1);
 /// The pause is this many times as long as the try that failed, at least.
 const SILENT_SHARE: u32 = 4;
+/// How long a peer that has not answered may take to be connected to, before the gets of others have
+/// their turn; it doubles with each miss up to the second.
+const PROBE_FIRST: Duration = Duration::from_millis(50);
+const PROBE_MOST: Duration = Duration::from_secs(1);
 /// How much longer a thread may take to say itself that its deadline has passed.
 const EXPIRY_GRACE: Duration = Duration::from_millis(20);
 
@@ -78,9 +82,14 @@ impl<M: Memory> Core<M> {
             Ok(Err((error, slot))) => (Err(error), slot),
             Err(_) => (Err(broken_engine("its read panicked")), None),
         };
+        self.conclude(handle, &what, read, kept);
+    }
+
+    /// Ends a get that was claimed.
+    fn conclude(&self, handle: Handle, what: &What, read: Result<Slot<M>>, kept: Option<Slot<M>>) {
         let wanted = self.gets.is_wanted(handle);
         if read.is_ok() && wanted {
-            self.acknowledge(&what);
+            self.acknowledge(what);
         }
         // Whoever ended it meanwhile has told the token and the sender.
         let completer = self.gets.finish(handle).and_then(|job| job.completer);
@@ -88,8 +97,8 @@ impl<M: Memory> Core<M> {
         drop(kept);
         let Some(completer) = completer else { return };
         match &read {
-            Ok(_) => self.count_got(&what),
-            Err(error) => self.count_failure(&what, error),
+            Ok(_) => self.count_got(what),
+            Err(error) => self.count_failure(what, error),
         }
         completer.complete(read);
     }
@@ -137,7 +146,11 @@ impl<M: Memory> Core<M> {
             match self.gets.next() {
                 Work::Read { claim, suspect } => {
                     let peer = Arc::clone(&claim.what.peer);
-                    self.perform(claim);
+                    if suspect {
+                        self.attempt(claim);
+                    } else {
+                        self.perform(claim);
+                    }
                     self.gets.release(suspect, &peer);
                 }
                 Work::Tell { tell, suspect } => {
@@ -148,6 +161,36 @@ impl<M: Memory> Core<M> {
                 Work::End => return,
             }
         }
+    }
+
+    /// Reads from a peer that may not answer: if it does not within a short time, its get waits again,
+    /// behind the others, until its own deadline.
+    fn attempt(&self, claim: Claim<M>) {
+        let Err(error) = self.probe(&claim.what) else { return self.perform(claim) };
+        let again = matches!(error, Error::TimedOut) && claim.what.deadline > Instant::now();
+        let claim = if again { self.gets.put_back(claim) } else { Some(claim) };
+        if let Some(Claim { handle, what, slot }) = claim {
+            self.conclude(handle, &what, Err(error), Some(slot));
+        }
+    }
+
+    /// Whether the peer can be connected to in the time that it is given.
+    fn probe(&self, what: &What) -> Result<()> {
+        let RemoteBuffer { peer, len, identity, .. } = &what.remote;
+        if *len == 0 && identity.is_none() {
+            return Ok(()); // nothing will be read
+        }
+        let given = (PROBE_FIRST * 2_u32.pow(what.peer.misses().min(8))).min(PROBE_MOST);
+        let until = what.deadline.min(Instant::now() + given);
+        let probed = catch_unwind(AssertUnwindSafe(|| self.engine.connect(peer, until)))
+            .unwrap_or_else(|_| Err(broken_engine("its connect panicked")));
+        if let Err(error) = &probed {
+            self.learn(what, Some(error));
+            if matches!(error, Error::TimedOut) {
+                what.peer.count_miss(given);
+            }
+        }
+        probed
     }
 
     /// An error comes with the slot, unless the engine keeps it.

@@ -4,7 +4,12 @@
 
 mod common;
 
-use std::{net::TcpListener, sync::Arc, thread, time::Duration};
+use std::{
+    net::{TcpListener, TcpStream},
+    sync::Arc,
+    thread,
+    time::Duration,
+};
 
 use mooncake_relay::{Config, EmbeddedEngine, Error, Metadata, Relay, Tensor};
 
@@ -91,5 +96,57 @@ fn notes_owed_to_a_silent_peer_let_the_gets_of_others_pass() {
         // Kept: one that is closed makes room for the next try.
         let tries: Vec<_> = silent.incoming().map_while(Result::ok).collect();
         assert!(tries.len() <= OWED / 2, "{} notes went first", tries.len());
+    });
+}
+
+#[test]
+fn a_peer_never_used_before_is_read_while_twenty_listen_and_say_nothing() {
+    within(WATCHDOG, || {
+        let silent: Vec<_> = (0..20).map(|_| TcpListener::bind("127.0.0.1:0").unwrap()).collect();
+        let engine = Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap());
+        let config = Config::default().with_slot_size(4096).with_transfer_threads(2);
+        let (relay, sender) = (Relay::new(engine, &config).unwrap(), relay());
+        let lost: Vec<_> = silent.iter().map(put_at).collect();
+        let (metadata, put) = sender.put_bytes(b"x", Tensor::bytes(1)).unwrap();
+        let silent: Vec<_> = lost.iter().map(|lost| relay.get(lost).unwrap()).collect();
+        // Nobody waits for it, so that a transfer thread has to read it.
+        let get = relay.get(&metadata).unwrap();
+        while !get.is_done() {
+            thread::yield_now();
+        }
+        assert!(silent.iter().all(|get| !get.is_done()), "no other get has ended");
+        assert_eq!(&get.wait().unwrap()[..], b"x");
+        put.wait().unwrap();
+    });
+}
+
+#[test]
+fn an_address_that_swallows_packets_fails_its_get_long_before_the_deadline() {
+    within(WATCHDOG, || {
+        let address = TcpListener::bind("127.0.0.1:0").unwrap();
+        rustix::net::listen(&address, 0).unwrap(); // a queue that is soon full
+        let to = address.local_addr().unwrap();
+        let full: Vec<_> = (0..)
+            .map_while(|_| TcpStream::connect_timeout(&to, Duration::from_millis(200)).ok())
+            .collect();
+        let engine = EmbeddedEngine::builder("127.0.0.1:0")
+            .connect_timeout(Duration::from_millis(500))
+            .bind()
+            .unwrap();
+        let config = Config::default().with_slot_size(4096).with_read_timeout(WATCHDOG * 100);
+        let relay = Relay::new(Arc::new(engine), &config).unwrap();
+        let get = relay.get(&put_at(&address)).unwrap();
+        while !get.is_done() {
+            thread::yield_now();
+        }
+        match get.wait() {
+            Err(Error::PeerFailed { reason, .. }) => {
+                assert!(reason.contains("connect timed out after 500ms"), "{reason}");
+            }
+            other => panic!("{other:?}"),
+        }
+        let waited = relay.get(&put_at(&address)).unwrap().wait();
+        assert!(matches!(waited, Err(Error::PeerFailed { .. })), "on the caller's thread too");
+        drop(full);
     });
 }

@@ -148,8 +148,17 @@ pub trait Engine: Send + Sync + 'static {
     /// After an error the engine may still touch the span, so its owner never unmaps it.
     fn unregister(&self, span: Span) -> Result<()>;
 
-    /// Prepares for reads from `peer`, so that the first costs no more than the next. No relay calls
-    /// it: whoever keeps the engine may. By default it does nothing.
+    /// Prepares for reads from `peer`, so that the first costs no more than the next. By default it
+    /// does nothing.
+    ///
+    /// A relay's transfer threads call it before they read from a peer that has not answered yet or
+    /// failed last time, with a `deadline` that is never more than a second away: a peer that does
+    /// not answer by then must not keep the gets of others waiting.
+    ///
+    /// # Errors
+    ///
+    /// After [`Error::TimedOut`](crate::Error::TimedOut) the relay tries again while the get's own
+    /// deadline lasts; any other ends the get.
     fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
         let _ = (peer, deadline);
         Ok(())

@@ -41,7 +41,7 @@ impl Client {
         let addresses = find(address.host, address.port)?;
         let asked = Instant::now();
         self.counters.descriptors.fetch_add(1, Ordering::Relaxed);
-        let socket = self.dial(operation, &peer.name, &addresses)?;
+        let socket = self.dial(operation, peer, &addresses)?;
         let descriptor = descriptor(&peer.name, &socket, operation.deadline);
         operation.release()?;
         let Descriptor { name, data_host, data_port, version, instance, .. } = descriptor?;
@@ -80,7 +80,7 @@ impl Client {
             _ => None,
         };
         let addresses = named.as_deref().unwrap_or_else(|| slice::from_ref(&endpoint.control));
-        let socket = self.dial(operation, &peer.name, addresses)?;
+        let socket = self.dial(operation, peer, addresses)?;
         let told = notify(&peer.name, &socket, note, operation.deadline);
         // A call that was ended sees it as whatever its socket says.
         told.or_else(|error| operation.release().and(Err(error)))

@@ -8,7 +8,7 @@ use std::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
     },
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use arrayvec::ArrayVec;
@@ -104,6 +104,8 @@ struct State {
     idle: ArrayVec<Connection, IDLE_PER_PEER>,
     /// The thread that asks the peer, if one does.
     asking: Option<Asked>,
+    /// How long connects have waited in all since one was answered.
+    unanswered: Duration,
 }
 
 /// What others see of the thread that asks.
@@ -198,6 +200,23 @@ impl Peer {
         let endpoint = Arc::new(endpoint);
         state.endpoint = Some(Arc::clone(&endpoint));
         Ok(endpoint)
+    }
+
+    /// A connect was answered, if only by a refusal.
+    pub(super) fn answered(&self) {
+        self.state.lock().unanswered = Duration::ZERO;
+    }
+
+    /// Nothing answered a connect for so long; whether that makes `limit` in all, by several short
+    /// tries as by one long.
+    pub(super) fn unanswered(&self, waited: Duration, limit: Duration) -> bool {
+        let mut state = self.state.lock();
+        state.unanswered = state.unanswered.saturating_add(waited);
+        let over = state.unanswered >= limit;
+        if over {
+            state.unanswered = Duration::ZERO;
+        }
+        over
     }
 
     /// A connection that nobody uses.

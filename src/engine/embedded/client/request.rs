@@ -39,7 +39,7 @@ impl Client {
                     operation.hold(&connection.socket)?;
                     connection
                 }
-                None => match self.dial(operation, &peer.name, &endpoint.data) {
+                None => match self.dial(operation, peer, &endpoint.data) {
                     Ok(socket) => Connection::new(socket, peer, &endpoint),
                     Err(Error::PeerFailed { reason, .. }) if endpoint.asked < operation.began => {
                         debug!(peer = &*peer.name, reason, "asking again where its data port is");
@@ -122,10 +122,11 @@ impl Client {
     pub(super) fn dial(
         &self,
         operation: &Operation<'_>,
-        peer: &str,
+        peer: &Peer,
         addresses: &[SocketAddr],
     ) -> Result<Arc<Socket>> {
-        let mut failed = Error::peer_failed(peer, "it has no address");
+        let name = &*peer.name;
+        let mut failed = Error::peer_failed(name, "it has no address");
         for (tried, &address) in addresses.iter().enumerate() {
             // One address that swallows everything leaves time for the next.
             let now = Instant::now();
@@ -141,10 +142,26 @@ impl Client {
             };
             match connected {
                 Ok(socket) => {
-                    debug!(peer, %address, "connected");
+                    debug!(peer = name, %address, "connected");
+                    peer.answered();
                     return Ok(socket);
                 }
-                Err(fault) => failed = fault.error(peer, &format!("connecting to {address}")),
+                Err(fault) => {
+                    let limit = self.patience.connect;
+                    let fault = match fault {
+                        Fault::Deadline | Fault::NotConnected(_)
+                            if peer.unanswered(now.elapsed(), limit) =>
+                        {
+                            Fault::NotConnected(limit)
+                        }
+                        Fault::Os(_) => {
+                            peer.answered();
+                            fault
+                        }
+                        fault => fault,
+                    };
+                    failed = fault.error(name, &format!("connecting to {address}"));
+                }
             }
         }
         // A call that was ended sees it as a failed connect.

@@ -1,0 +1,191 @@
+//! Who has to wait for peers that do not answer: nobody else.
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod common;
+
+use std::{
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicU32, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use crossbeam::channel::unbounded;
+use mooncake_relay::{Config, Error, Metadata, Relay, Slot, Tensor, Token};
+
+use crate::common::{
+    eventually,
+    hooked::{Hooked, set},
+    within,
+};
+
+const WATCHDOG: Duration = Duration::from_secs(20);
+
+fn small() -> Config {
+    Config::default().with_engine_id("t").with_slot_size(4096)
+}
+
+fn relay(config: &Config) -> (Hooked, Relay) {
+    static NEXT: AtomicU32 = AtomicU32::new(0);
+    let engine = Hooked::new(&format!("suspects-{}", NEXT.fetch_add(1, Ordering::Relaxed)));
+    let relay = Relay::new(engine.engine(), config).unwrap();
+    (engine, relay)
+}
+
+fn put(relay: &Relay) -> (Metadata, Token<Slot>) {
+    relay.put_bytes(b"x", Tensor::bytes(1)).unwrap()
+}
+
+/// As if the put were of a peer of that name.
+fn moved_to(name: &str, metadata: &Metadata) -> Metadata {
+    metadata.to_string().replace(metadata.session_id(), name).parse().unwrap()
+}
+
+/// What a connect to somebody who does not answer does.
+fn no_answer(deadline: Instant) -> Result<(), Error> {
+    thread::sleep(deadline.saturating_duration_since(Instant::now()));
+    Err(Error::TimedOut)
+}
+
+#[test]
+fn a_peer_never_used_before_is_read_while_twenty_others_do_not_answer() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small().with_transfer_threads(2));
+        set(&engine.hooks().before_connect, |(peer, deadline)| {
+            if peer.starts_with("silent") { no_answer(deadline) } else { Ok(()) }
+        });
+        let (metadata, put) = put(&a);
+        let ((tx, silent), (healthy, done)) = (unbounded(), unbounded());
+        for n in 0..20 {
+            let lost = moved_to(&format!("silent-{n}"), &metadata);
+            b.get(&lost).unwrap().attach(&tx, n);
+        }
+        b.get(&metadata).unwrap().attach(&healthy, 0);
+        // Nobody waits in a way that would read it.
+        done.recv().unwrap().result.unwrap();
+        put.wait().unwrap();
+        assert!(silent.is_empty(), "no other get has ended");
+    });
+}
+
+#[test]
+fn a_peer_never_tried_goes_before_one_whose_try_has_failed() {
+    within(WATCHDOG, || {
+        let (other, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        let tried: Arc<Mutex<Vec<String>>> = Arc::default();
+        let (go, may_go) = unbounded::<()>();
+        {
+            let tried = Arc::clone(&tried);
+            set(&engine.hooks().before_connect, move |(peer, deadline)| {
+                tried.lock().unwrap().push(peer.clone());
+                if peer != "silent" {
+                    return Ok(());
+                }
+                let _ = may_go.recv(); // until all are queued
+                no_answer(deadline)
+            });
+        }
+        let (metadata, _put) = put(&a);
+        let (tx, rx) = unbounded();
+        let lost = moved_to("silent", &metadata);
+        for _ in 0..3 {
+            drop(b.get(&lost).unwrap());
+        }
+        b.get(&metadata).unwrap().attach(&tx, 0);
+        drop(go);
+        rx.recv().unwrap().result.unwrap();
+        let name = other.engine().session_id().to_owned();
+        assert_eq!(tried.lock().unwrap()[..2], ["silent".to_owned(), name]);
+    });
+}
+
+#[test]
+fn a_peer_that_answers_late_is_tried_again_and_read() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        let given: Arc<Mutex<Vec<Duration>>> = Arc::default();
+        {
+            let given = Arc::clone(&given);
+            set(&engine.hooks().before_connect, move |(_, deadline)| {
+                let mut given = given.lock().unwrap();
+                given.push(deadline - Instant::now());
+                if given.len() > 3 { Ok(()) } else { no_answer(deadline) }
+            });
+        }
+        let (metadata, put) = put(&a);
+        let (tx, rx) = unbounded();
+        b.get(&metadata).unwrap().attach(&tx, 0);
+        assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"x");
+        put.wait().unwrap();
+        let given = given.lock().unwrap();
+        assert!(given.is_sorted() && *given.last().unwrap() <= Duration::from_secs(1), "{given:?}");
+        let peer = &b.health().peers[0];
+        assert_eq!((peer.state, peer.done, peer.failed), ("good", 1, 0));
+        assert!(peer.last_error.as_ref().unwrap().contains("no answer in"), "{peer:?}");
+    });
+}
+
+#[test]
+fn a_get_whose_peer_never_answers_ends_at_its_own_deadline_and_keeps_no_slot() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        set(&engine.hooks().before_connect, |(_, deadline)| no_answer(deadline));
+        let (metadata, put) = put(&a);
+        let (tx, rx) = unbounded();
+        b.get_timeout(&metadata, Duration::from_millis(400)).unwrap().attach(&tx, 0);
+        assert!(matches!(rx.recv().unwrap().result, Err(Error::TimedOut)));
+        eventually((0, 0, 2), || {
+            let health = b.health();
+            (health.queued, health.reading, health.receive_free)
+        });
+        let counters = b.health().counters.relay;
+        assert_eq!((counters.gets, counters.gets_failed, counters.gets_timed_out), (1, 1, 1));
+        assert!(matches!(put.wait(), Err(Error::PeerFailed { .. })), "the sender was told");
+    });
+}
+
+#[test]
+fn a_get_that_is_aborted_while_its_peer_does_not_answer_is_not_queued_again() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        set(&engine.hooks().before_connect, |(_, deadline)| no_answer(deadline));
+        let (metadata, _put) = put(&a);
+        let metadata = moved_to("silent", &metadata);
+        for _ in 0..4 {
+            let (tx, rx) = unbounded();
+            b.get(&metadata).unwrap().attach(&tx, 0);
+            eventually(1, || b.health().reading + b.health().queued);
+            b.abort(&metadata).unwrap();
+            assert!(matches!(rx.recv().unwrap().result, Err(Error::Aborted)));
+        }
+        eventually((0, 0, 2), || {
+            let health = b.health();
+            (health.queued, health.reading, health.receive_free)
+        });
+    });
+}
+
+#[test]
+fn a_caller_that_waits_reads_although_every_thread_waits_for_silent_peers() {
+    within(WATCHDOG, || {
+        let (_, a) = relay(&small());
+        let (engine, b) = relay(&small());
+        let (go, may_go) = unbounded::<()>();
+        set(&engine.hooks().before_connect, move |_| {
+            let _ = may_go.recv();
+            Err(Error::TimedOut)
+        });
+        let (metadata, _put) = put(&a);
+        drop(b.get(&moved_to("silent", &metadata)).unwrap());
+        eventually(1, || b.health().reading);
+        assert_eq!(&b.get(&metadata).unwrap().wait().unwrap()[..], b"x");
+        drop(go);
+    });
+}
