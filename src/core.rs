@@ -40,6 +40,9 @@ pub(crate) struct Core<M: Memory> {
     pub(crate) peers: Peers,
     pub(crate) tokens: Arc<Tokens<Slot<M>>>,
     pub(crate) counters: Counting,
+    /// How many looks at the engine have failed in a row, and why the last did.
+    pub(crate) failing_polls: AtomicU32,
+    pub(crate) poll_failure: Mutex<Option<String>>,
     pub(crate) times: Times,
     /// Held by the one thread that polls the engine.
     pub(crate) driving: Mutex<()>,
@@ -108,6 +111,8 @@ impl<M: Memory> Core<M> {
             peers: Peers::default(),
             tokens: Tokens::new(),
             counters: Counting::default(),
+            failing_polls: AtomicU32::new(0),
+            poll_failure: Mutex::default(),
             times: parts.times,
             driving: Mutex::default(),
             drivers: AtomicU32::new(0),

@@ -44,12 +44,18 @@ counters! {
     puts,
     /// Puts that were acknowledged.
     puts_acknowledged,
-    /// Puts whose receiver said that it failed, or that the relay's own end cut short.
+    /// Puts that failed: the sum of `puts_peer_failed`, `puts_closed` and `puts_broken`.
     puts_failed,
     /// Puts whose lease ended.
     puts_expired,
     /// Puts that were aborted.
     puts_aborted,
+    /// Puts whose receiver said that it gave up.
+    puts_peer_failed,
+    /// Puts that the relay's close cut short.
+    puts_closed,
+    /// Puts that the relay's own failure cut short.
+    puts_broken,
     /// Slots that went into quarantine because a peer was, or may have been, still reading them.
     quarantines,
     /// Quarantines that lasted their time and were cut.
@@ -58,12 +64,22 @@ counters! {
     gets,
     /// Gets that ended well.
     gets_done,
-    /// Gets that ended in an error, aborts and deadlines among them.
+    /// Gets that ended in an error, each for one of the next seven causes.
     gets_failed,
     /// Gets whose deadline passed.
     gets_timed_out,
     /// Gets that were aborted.
     gets_aborted,
+    /// Gets whose sender no longer held what the metadata names.
+    gets_stale,
+    /// Gets whose sender refused the range.
+    gets_rejected,
+    /// Gets whose sender was dead, unreachable, or broke off.
+    gets_peer_failed,
+    /// Gets that the relay's close cut short.
+    gets_closed,
+    /// Gets that failed on this side: the engine, the system, or metadata that the engine cannot use.
+    gets_broken,
     /// Bytes that gets delivered.
     bytes_got,
     /// Notifications that ended a put.

@@ -288,7 +288,12 @@ impl<M: Memory> Gets<M> {
 
     /// Whether a read goes on that nobody wants.
     pub(crate) fn has_unwanted(&self) -> bool {
-        self.unwanted.load(Ordering::Relaxed) > 0
+        self.unwanted() > 0
+    }
+
+    /// How many reads go on that nobody wants.
+    pub(crate) fn unwanted(&self) -> usize {
+        self.unwanted.load(Ordering::Relaxed)
     }
 
     /// The earliest deadline there is.

@@ -35,8 +35,11 @@ use crate::{
 #[derive(Clone, Debug, Serialize)]
 #[non_exhaustive]
 pub struct Health {
-    /// `"healthy"`, `"failed"` (a thread of the relay, or its engine, panicked) or `"closed"`.
+    /// `"healthy"`, `"degraded"` (the last looks at the engine failed, so that nothing is heard of
+    /// peers), `"failed"` (a thread of the relay, or its engine, panicked) or `"closed"`.
     pub status: &'static str,
+    /// Why the last look at the engine failed; none once a look works again.
+    pub engine_error: Option<String>,
     /// The configured name.
     pub engine_id: String,
     /// The address under which peers reach this relay.
@@ -66,6 +69,10 @@ pub struct Health {
     pub queued: usize,
     /// How many gets are being read, those of `get_into` among them.
     pub reading: usize,
+    /// How many of those are over, timed out or aborted, and wait for the engine to let go.
+    pub unwanted: usize,
+    /// How many receive slots the engine has kept after their reads, and may still write into.
+    pub receive_kept: usize,
     /// The put that has been published longest.
     pub oldest: Option<Holder>,
     /// The get that was asked for longest ago and has not ended.
@@ -153,6 +160,9 @@ pub struct Closed {
     pub spans_kept: usize,
 }
 
+/// So many looks at the engine that fail in a row are more than a hiccup.
+const DEGRADED: u32 = 3;
+
 impl Health {
     pub(crate) fn of<M: Memory>(core: &Core<M>, protocol: &str) -> Self {
         let now = core.ticks(Instant::now());
@@ -170,10 +180,12 @@ impl Health {
         });
         Self {
             status: match core.state() {
+                State::Open if core.failing_polls.load(Ordering::Relaxed) >= DEGRADED => "degraded",
                 State::Open => "healthy",
                 State::Failed => "failed",
                 State::Closed => "closed",
             },
+            engine_error: core.poll_failure.lock().clone(),
             engine_id: core.engine_id.to_string(),
             session_id: core.session_id.to_string(),
             instance: core.ids.instance().to_string(),
@@ -188,6 +200,8 @@ impl Health {
             receive_free: core.receive.credits().free(),
             queued,
             reading,
+            unwanted: core.gets.unwanted(),
+            receive_kept: core.receive.kept(),
             oldest: published.iter().min_by_key(|seen| seen.since).map(holder),
             oldest_get: core.gets.oldest().map(|(peer, since, reading)| Getting {
                 peer: peer.to_string(),

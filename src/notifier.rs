@@ -170,9 +170,17 @@ impl<M: Memory> Core<M> {
             })
         }));
         match polled {
-            Ok(Ok(())) => look,
+            Ok(Ok(())) => {
+                if self.failing_polls.load(Ordering::Relaxed) > 0 {
+                    self.failing_polls.store(0, Ordering::Relaxed);
+                    *self.poll_failure.lock() = None;
+                }
+                look
+            }
             Ok(Err(error)) => {
                 self.counters.poll_errors.count();
+                self.failing_polls.fetch_add(1, Ordering::Relaxed);
+                *self.poll_failure.lock() = Some(error.to_string());
                 tracing::debug!(%error, "the engine could not be polled");
                 Look::Error
             }

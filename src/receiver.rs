@@ -344,11 +344,17 @@ impl<M: Memory> Core<M> {
     fn count_failure(&self, what: &What, error: &Error) {
         self.counters.gets_failed.count();
         what.peer.count_failure(error);
-        match error {
-            Error::TimedOut => self.counters.gets_timed_out.count(),
-            Error::Aborted => self.counters.gets_aborted.count(),
-            _ => {}
-        }
+        let counters = &self.counters;
+        let cause = match error {
+            Error::TimedOut => &counters.gets_timed_out,
+            Error::Aborted => &counters.gets_aborted,
+            Error::Stale { .. } => &counters.gets_stale,
+            Error::Rejected { .. } => &counters.gets_rejected,
+            Error::PeerFailed { .. } => &counters.gets_peer_failed,
+            Error::Closed => &counters.gets_closed,
+            _ => &counters.gets_broken,
+        };
+        cause.count();
         tracing::debug!(peer = %what.remote.peer, %error, "a get failed");
         self.nack(what, error);
     }

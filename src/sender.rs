@@ -230,12 +230,17 @@ impl<M: Memory> Core<M> {
     }
 
     fn count_end(&self, outcome: &Result<()>) {
-        match outcome {
-            Ok(()) => self.counters.puts_acknowledged.count(),
-            Err(Error::TimedOut) => self.counters.puts_expired.count(),
-            Err(Error::Aborted) => self.counters.puts_aborted.count(),
-            Err(_) => self.counters.puts_failed.count(),
-        }
+        let counters = &self.counters;
+        let cause = match outcome {
+            Ok(()) => return counters.puts_acknowledged.count(),
+            Err(Error::TimedOut) => return counters.puts_expired.count(),
+            Err(Error::Aborted) => return counters.puts_aborted.count(),
+            Err(Error::PeerFailed { .. }) => &counters.puts_peer_failed,
+            Err(Error::Closed) => &counters.puts_closed,
+            Err(_) => &counters.puts_broken,
+        };
+        counters.puts_failed.count();
+        cause.count();
     }
 }
 

@@ -14,6 +14,7 @@ use crate::{
     error::{Error, Result},
     identity::Identity,
     memory::{Host, Memory, Purpose, Span},
+    sync::atomic::{AtomicIsize, Ordering},
 };
 
 /// Memory that is registered once and lent slot by slot.
@@ -21,6 +22,8 @@ pub(crate) struct Pool<M: Memory> {
     memory: M,
     slot_size: usize,
     credits: Credits,
+    /// How many slots an engine keeps. Below zero for a moment when one is dropped before its loan.
+    kept: AtomicIsize,
 }
 
 impl<M: Memory> Pool<M> {
@@ -32,7 +35,13 @@ impl<M: Memory> Pool<M> {
         purpose: Purpose,
     ) -> Result<Arc<Self>> {
         let memory = M::allocate(options, credits as usize * slot_size, purpose)?;
-        Ok(Arc::new(Self { memory, slot_size, credits: Credits::full(credits) }))
+        let (credits, kept) = (Credits::full(credits), AtomicIsize::new(0));
+        Ok(Arc::new(Self { memory, slot_size, credits, kept }))
+    }
+
+    /// How many slots an engine has kept after the call that it was lent them for.
+    pub(crate) fn kept(&self) -> usize {
+        self.kept.load(Ordering::Relaxed).try_into().unwrap_or(0)
     }
 
     pub(crate) fn memory(&self) -> &M {
@@ -69,6 +78,8 @@ impl<M: Memory> Pool<M> {
 
 impl<M: Memory> Lender for Pool<M> {
     fn give_back(&self, index: u32) {
+        // Before the slot is free, so that whoever sees it free does not see it kept.
+        self.kept.fetch_sub(1, Ordering::Relaxed);
         self.credits.give_back(index);
     }
 
@@ -159,13 +170,10 @@ impl<M: Memory> Slot<M> {
     pub(crate) fn lend(self) -> (LocalBuffer, Loan<M>) {
         let span = self.span();
         let slot = ManuallyDrop::new(self);
-        let loan = Loan {
-            // SAFETY: the slot is not dropped, so its reference to the pool is moved, not copied.
-            pool: unsafe { ptr::read(&raw const slot.pool) },
-            index: slot.index,
-            len: slot.len,
-        };
-        let lender: Arc<dyn Lender> = Arc::<Pool<M>>::clone(&loan.pool);
+        // SAFETY: the slot is not dropped, so its reference to the pool is moved, not copied.
+        let pool = unsafe { ptr::read(&raw const slot.pool) };
+        let lender: Arc<dyn Lender> = Arc::<Pool<M>>::clone(&pool);
+        let loan = Loan { pool: Some(pool), index: slot.index, len: slot.len };
         // SAFETY: the memory was initialised when it was made and lives as long as the pool, which
         // the buffer keeps; the credit that the slot owned is the buffer's now.
         (unsafe { LocalBuffer::new(lender, slot.index, span) }, loan)
@@ -202,21 +210,32 @@ impl<M: Memory> fmt::Debug for Slot<M> {
     }
 }
 
-/// A slot that an engine has.
+/// A slot that an engine has. Dropped, the engine keeps it.
 pub(crate) struct Loan<M: Memory> {
-    pool: Arc<Pool<M>>,
+    /// `None` once it was redeemed.
+    pool: Option<Arc<Pool<M>>>,
     index: u32,
     len: usize,
 }
 
 impl<M: Memory> Loan<M> {
     /// The slot again, if `buffer` is the one that was lent.
-    pub(crate) fn redeem(self, buffer: LocalBuffer) -> Result<Slot<M>, LocalBuffer> {
-        let lender: Arc<dyn Lender> = Arc::<Pool<M>>::clone(&self.pool);
+    pub(crate) fn redeem(mut self, buffer: LocalBuffer) -> Result<Slot<M>, LocalBuffer> {
+        let Some(pool) = self.pool.take() else { return Err(buffer) };
+        let lender: Arc<dyn Lender> = Arc::<Pool<M>>::clone(&pool);
         if !buffer.is_of(&lender, self.index) {
+            self.pool = Some(pool);
             return Err(buffer);
         }
         buffer.forget();
-        Ok(Slot { pool: self.pool, index: self.index, len: self.len })
+        Ok(Slot { pool, index: self.index, len: self.len })
+    }
+}
+
+impl<M: Memory> Drop for Loan<M> {
+    fn drop(&mut self) {
+        if let Some(pool) = &self.pool {
+            pool.kept.fetch_add(1, Ordering::Relaxed);
+        }
     }
 }
