@@ -10,11 +10,11 @@ use parking_lot::Mutex;
 use crate::{
     counters::Counting,
     doorbell::Doorbell,
-    engine::Engine,
+    engine::{Access, Engine},
     error::{Error, Result},
     gets::Gets,
     ids::Ids,
-    memory::{Host, Memory},
+    memory::{Host, Memory, Span},
     peers::Peers,
     pool::{Pool, Slot, Stamps},
     puts::Puts,
@@ -139,6 +139,16 @@ impl<M: Memory> Core<M> {
             }
         });
         core
+    }
+
+    /// All the memory of this relay, and what peers may do with it.
+    pub(crate) fn spans(&self) -> [(Span, Access); 4] {
+        [
+            (self.slots.memory().span(), Access::Published),
+            (self.stamps.memory().span(), Access::Published),
+            (self.receive.memory().span(), Access::Local),
+            (self.scratch.memory().span(), Access::Local),
+        ]
     }
 
     pub(crate) fn state(&self) -> State {

@@ -10,12 +10,12 @@ use crate::{
     affinity,
     config::Config,
     core::{Core, Parts, State, Times},
-    engine::{Access, Engine, Stamp},
+    engine::{Engine, Stamp},
     error::{Error, Result},
     gets::What,
     health::{Closed, Health},
     ids::Ids,
-    memory::{Copier, Host, Memory, Purpose},
+    memory::{Copier, Host, Memory, Purpose, check_lock, lock},
     metadata::{Metadata, Put},
     notifier,
     pool::{Pool, Slot, Stamps},
@@ -149,6 +149,10 @@ impl<M: Memory> Relay<M> {
     ) -> Result<Self> {
         let config = config.check()?;
         let cores = affinity::allowed().len();
+        let all = config.credits as usize + config.receive_credits as usize;
+        if config.lock_memory && M::HOST {
+            check_lock(all.saturating_mul(config.slot_size + SCRATCH))?;
+        }
         let parts = Parts {
             ids: Ids::new()?,
             slots: Pool::new(&memory, config.credits, config.slot_size, Purpose::Published)?,
@@ -170,6 +174,9 @@ impl<M: Memory> Relay<M> {
             transfer_threads: config.transfer_threads,
         };
         let core = Core::new(parts);
+        if config.lock_memory && M::HOST {
+            lock(&core.spans().map(|(span, _)| span))?;
+        }
         engine.start(&core.ids.instance())?;
         // From here on dropping the relay undoes what was done.
         let relay = Self {
@@ -403,14 +410,7 @@ impl<M: Memory> Relay<M> {
     }
 
     fn register(&self, engine: &Arc<dyn Engine>) -> Result<()> {
-        let core = &self.core;
-        let spans = [
-            (core.slots.memory().span(), Access::Published),
-            (core.stamps.memory().span(), Access::Published),
-            (core.receive.memory().span(), Access::Local),
-            (core.scratch.memory().span(), Access::Local),
-        ];
-        for (span, access) in spans {
+        for (span, access) in self.core.spans() {
             self.shutdown.register(&**engine, span, access)?;
         }
         Ok(())

@@ -33,6 +33,7 @@ fn variables() -> Vec<(&'static str, &'static str, &'static str, Config)> {
             base().with_read_timeout(Duration::from_millis(7)),
         ),
         ("QUEUED_GETS", "queued_gets", "16", base().with_queued_gets(16)),
+        ("LOCK_MEMORY", "lock_memory", "true", base().with_lock_memory(true)),
     ]
 }
 
@@ -47,6 +48,7 @@ fn the_defaults_are_those_of_the_documentation() {
     assert_eq!((config.transfer_threads, config.queued_gets), (1, 1024));
     assert_eq!((config.engine_id.as_str(), config.wait), ("relay", WaitStrategy::Auto));
     assert!(config.transfer_cores.is_empty() && config.notifier_core.is_none());
+    assert!(!config.lock_memory);
     for time in [config.lease, config.quarantine, config.read_timeout] {
         assert_eq!(time, Duration::from_secs(30));
     }

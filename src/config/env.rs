@@ -84,6 +84,7 @@ impl Config {
             "QUARANTINE_MS" => self.quarantine = variable.milliseconds("quarantine")?,
             "READ_TIMEOUT_MS" => self.read_timeout = variable.milliseconds("read_timeout")?,
             "QUEUED_GETS" => self.queued_gets = variable.parse("queued_gets", QUEUED)?,
+            "LOCK_MEMORY" => self.lock_memory = variable.parse("lock_memory", "true or false")?,
             "ENGINE" | "LISTEN" | "ADVERTISE" => {} // for whoever opens the engine
             _ => tracing::warn!(variable = variable.name, "ignored: no setting has this name"),
         }

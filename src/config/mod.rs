@@ -55,6 +55,8 @@ pub struct Config {
     pub read_timeout: Duration,
     /// How many gets may wait for a slot and a thread, 1 to 1,048,576. 1024.
     pub queued_gets: usize,
+    /// Whether the slots are locked, so that the system never swaps them out. `false`.
+    pub lock_memory: bool,
 }
 
 impl Default for Config {
@@ -72,6 +74,7 @@ impl Default for Config {
             quarantine: Duration::from_secs(30),
             read_timeout: Duration::from_secs(30),
             queued_gets: 1024,
+            lock_memory: false,
         }
     }
 }
@@ -105,6 +108,7 @@ setters! {
     with_quarantine: quarantine, Duration;
     with_read_timeout: read_timeout, Duration;
     with_queued_gets: queued_gets, usize;
+    with_lock_memory: lock_memory, bool;
 }
 
 impl Config {
@@ -148,6 +152,7 @@ impl Config {
             quarantine: self.quarantine,
             read_timeout: self.read_timeout,
             queued_gets: self.queued_gets,
+            lock_memory: self.lock_memory,
         })
     }
 }
@@ -171,6 +176,7 @@ pub(crate) struct Checked {
     pub(crate) quarantine: Duration,
     pub(crate) read_timeout: Duration,
     pub(crate) queued_gets: usize,
+    pub(crate) lock_memory: bool,
 }
 
 impl Checked {

@@ -3,11 +3,13 @@
 mod copy;
 mod host;
 mod limits;
+mod lock;
 
 use std::ptr::NonNull;
 
 pub(crate) use self::copy::Copier;
 pub use self::host::Host;
+pub(crate) use self::lock::{check_lock, lock};
 use crate::error::Result;
 
 /// The size of a page.
