@@ -40,6 +40,8 @@ pub(crate) struct Core<M: Memory> {
     pub(crate) peers: Peers,
     pub(crate) tokens: Arc<Tokens<Slot<M>>>,
     pub(crate) counters: Counting,
+    /// How many looks at the engine have ended; counted by whoever holds `driving`.
+    pub(crate) looks: AtomicU64,
     /// How many looks at the engine have failed in a row, and why the last did.
     pub(crate) failing_polls: AtomicU32,
     pub(crate) poll_failure: Mutex<Option<String>>,
@@ -111,6 +113,7 @@ impl<M: Memory> Core<M> {
             peers: Peers::default(),
             tokens: Tokens::new(),
             counters: Counting::default(),
+            looks: AtomicU64::new(0),
             failing_polls: AtomicU32::new(0),
             poll_failure: Mutex::default(),
             times: parts.times,

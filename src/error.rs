@@ -136,6 +136,22 @@ impl Error {
         }
     }
 
+    /// The variant of that name, of those that a get can end with.
+    pub(crate) fn known_kind(kind: &str) -> Option<&'static str> {
+        const KINDS: [&str; 9] = [
+            "TimedOut",
+            "Aborted",
+            "PeerFailed",
+            "Rejected",
+            "Metadata",
+            "Engine",
+            "Io",
+            "Exhausted",
+            "TooLarge",
+        ];
+        KINDS.into_iter().find(|known| *known == kind)
+    }
+
     pub(crate) fn config(field: &'static str, reason: impl Into<String>) -> Self {
         Self::Config { field, reason: reason.into() }
     }

@@ -55,6 +55,8 @@ pub(crate) struct Claim<M: Memory> {
 pub(crate) struct Tell {
     pub(crate) what: What,
     pub(crate) note: Note,
+    /// The kind of the error that it tells of.
+    pub(crate) reason: Option<&'static str>,
     pub(crate) until: Instant,
     pub(crate) attempts: u32,
 }

@@ -4,6 +4,8 @@ use std::{fmt, str::FromStr, sync::Arc};
 
 use arrayvec::ArrayString;
 
+use crate::error::Error;
+
 /// A relay's random name: new with every relay, so that a restarted peer is told from its
 /// predecessor. Prints, and is parsed, as 32 lower-case hexadecimal digits.
 ///
@@ -167,6 +169,7 @@ pub enum Note {
 pub struct Notification {
     name: Name,
     note: Note,
+    reason: Option<&'static str>,
 }
 
 #[derive(Clone, PartialEq, Eq)]
@@ -192,7 +195,26 @@ impl Notification {
 
     pub(crate) fn with_note(name: &str, note: Note) -> Self {
         let name = ArrayString::from(name).map_or_else(|_| Name::Shared(name.into()), Name::Inline);
-        Self { name, note }
+        Self { name, note, reason: None }
+    }
+
+    /// The same, with the [kind](Error::kind) of the error that the sender of the note had; anything
+    /// else is dropped. Between relays of this library it travels beside the two texts.
+    pub fn because(mut self, kind: &str) -> Self {
+        self.reason = Error::known_kind(kind);
+        self
+    }
+
+    /// Why a transfer failed: the [kind](Error::kind) of its receiver's error, if that said so.
+    ///
+    /// ```
+    /// use mooncake_relay::Notification;
+    /// let note = Notification::new("stage0_1f", "transfer_failed");
+    /// assert_eq!(note.clone().because("TimedOut").reason(), Some("TimedOut"));
+    /// assert_eq!(note.because("whatever").reason(), None);
+    /// ```
+    pub fn reason(&self) -> Option<&'static str> {
+        self.reason
     }
 
     /// Which transfer it is about.

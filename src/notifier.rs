@@ -15,6 +15,7 @@ use crate::{
     error::Error,
     gets::Handle,
     memory::Memory,
+    puts::Seen,
     sync::atomic::{Ordering, fence},
     token::Driver,
 };
@@ -30,6 +31,8 @@ const BLIND_IDLE: Duration = Duration::from_millis(20);
 const BLIND_DRIVER: Duration = Duration::from_micros(100);
 /// The pause after a look at the engine that failed.
 const AFTER_ERROR: Duration = Duration::from_millis(10);
+/// How long the end of a lease waits for a driver's look at what came before it.
+const LAST_LOOK: Duration = Duration::from_secs(1);
 /// How many looks a driver takes between two looks at the clock.
 const LOOKS: u32 = 64;
 
@@ -47,18 +50,19 @@ impl<M: Memory> Core<M> {
         let mut idle = self.idle();
         let mut tend_at = Instant::now() + NAP;
         let mut slow_get = false;
+        let mut awaited = None;
         while self.state() != State::Closed {
             let ticket = self.bell().ticket();
             let stands_back = self.drivers.load(Ordering::SeqCst) > 0;
             let hands = if stands_back { None } else { self.driving.try_lock() };
             let mut look = Look::Nothing;
+            // Before the look: what came before the end of a lease counts, however long the rest takes.
+            let now = Instant::now();
             if hands.is_some() {
                 self.bell().disarm();
                 look = self.look();
             }
-            // After the look: what came before the end of a lease counts.
-            let now = Instant::now();
-            self.keep_time(now);
+            self.keep_time(now, hands.is_some(), &mut awaited);
             if now >= tend_at {
                 tend_at = now + NAP;
                 self.engine.tend();
@@ -169,6 +173,8 @@ impl<M: Memory> Core<M> {
                 self.on_event(event);
             })
         }));
+        let looks = self.looks.load(Ordering::Relaxed);
+        self.looks.store(looks + 1, Ordering::Relaxed);
         match polled {
             Ok(Ok(())) => {
                 if self.failing_polls.load(Ordering::Relaxed) > 0 {
@@ -191,8 +197,8 @@ impl<M: Memory> Core<M> {
         }
     }
 
-    /// Ends what has run out of time.
-    fn keep_time(&self, now: Instant) {
+    /// Ends what has run out of time by `now`. `looked`: this thread has looked at the engine since.
+    fn keep_time(&self, now: Instant, looked: bool, awaited: &mut Option<Awaited>) {
         if self.visit_quarantine(now) > 0 {
             self.bell().ring();
         }
@@ -206,15 +212,52 @@ impl<M: Memory> Core<M> {
         self.next_timer.store(u64::MAX, Ordering::SeqCst);
         // Partner: the fence in `wake_notifier_by`.
         fence(Ordering::SeqCst);
-        if self.end_puts(|seen| seen.lease_ends <= ticks, || Error::TimedOut) > 0 {
+        let is_due = |seen: &Seen| !seen.quarantined && seen.lease_ends <= ticks;
+        let any_due = self.puts.each().any(|seen| is_due(&seen));
+        let heard = match any_due && !looked {
+            true => self.heard_until(ticks, awaited),
+            false => {
+                *awaited = None;
+                ticks
+            }
+        };
+        if self.end_puts(|seen| seen.lease_ends <= heard, || Error::TimedOut) > 0 {
             // A driver may sleep until it hears of its own put.
             self.bell().ring();
         }
         self.expire_gets(now);
-        let lease = self.puts.each().filter(|seen| !seen.quarantined).map(|seen| seen.lease_ends);
-        let deadline = self.gets.next_deadline().map(|at| self.ticks(at).max(ticks + 1_000_000));
+        let soon = ticks + TICK.as_nanos() as u64;
+        let open = self.puts.each().filter(|seen| !seen.quarantined);
+        let lease = open.map(|seen| if is_due(&seen) { soon } else { seen.lease_ends });
+        let deadline = self.gets.next_deadline().map(|at| self.ticks(at).max(soon));
         if let Some(next) = lease.chain(deadline).min() {
             self.next_timer.fetch_min(next, Ordering::SeqCst);
+        }
+    }
+
+    /// Up to when all that came has been heard, where a driver may hold the engine: a lease that ended
+    /// later is not over yet, since its acknowledgement may lie there.
+    fn heard_until(&self, ticks: u64, awaited: &mut Option<Awaited>) -> u64 {
+        if let Some(_hands) = self.driving.try_lock() {
+            self.look();
+            *awaited = None;
+            return ticks;
+        }
+        let looks = self.looks.load(Ordering::Relaxed);
+        let patience = LAST_LOOK.as_nanos() as u64;
+        match *awaited {
+            // The look under way may have begun too early; the one after it has not.
+            Some(Awaited { since, look }) if looks >= look || ticks - since >= patience => {
+                *awaited = None;
+                since
+            }
+            Some(_) => 0,
+            None => {
+                *awaited = Some(Awaited { since: ticks, look: looks + 2 });
+                // It may be asleep.
+                self.bell().wake_all();
+                0
+            }
         }
     }
 
@@ -277,6 +320,12 @@ impl<M: Memory> Driver for Core<M> {
     fn nudge(&self) {
         self.wake_notifier_by(self.ticks(Instant::now()));
     }
+}
+
+/// What the end of a lease waits for: the look of that number, wanted since then.
+struct Awaited {
+    since: u64,
+    look: u64,
 }
 
 /// A driver, or one who would be: the notifier stands back while it lives.

@@ -262,7 +262,8 @@ impl<M: Memory> Core<M> {
             self.counters.notes_untaken.count();
             tracing::debug!(peer = %what.remote.peer, %error, "a notification was not taken");
             let until = deadline_after(now, what.lease);
-            let tell = Tell { what: what.clone(), note: Note::Complete, until, attempts: 1 };
+            let tell =
+                Tell { what: what.clone(), note: Note::Complete, reason: None, until, attempts: 1 };
             self.owe(now + RETRY_FIRST, tell);
         }
     }
@@ -276,12 +277,14 @@ impl<M: Memory> Core<M> {
         }
         let now = Instant::now();
         let until = deadline_after(now, what.lease);
-        self.owe(now, Tell { what: what.clone(), note: Note::Failed, until, attempts: 0 });
+        let reason = Some(error.kind());
+        self.owe(now, Tell { what: what.clone(), note: Note::Failed, reason, until, attempts: 0 });
     }
 
     fn tell(&self, mut tell: Tell) {
         let now = Instant::now();
-        let note = Notification::with_note(&tell.what.name, tell.note.clone());
+        let note = Notification::with_note(&tell.what.name, tell.note.clone())
+            .because(tell.reason.unwrap_or_default());
         let peer = &tell.what.remote.peer;
         tell.attempts += 1;
         match self.notify_peer(peer, &note, now + NOTIFY_LIMIT) {

@@ -153,7 +153,13 @@ impl<M: Memory> Core<M> {
         };
         let outcome = match note.note() {
             Note::Complete => Ok(()),
-            Note::Failed => Err(Error::peer_failed("(its receiver)", "it said that it gave up")),
+            Note::Failed => Err(Error::peer_failed(
+                "(its receiver)",
+                match note.reason() {
+                    Some(kind) => format!("it said that it gave up: its get was {kind}"),
+                    None => "it said that it gave up".to_owned(),
+                },
+            )),
             Note::Other(_) => return self.counters.notes_unknown.count(),
         };
         match self.puts.claim(id) {

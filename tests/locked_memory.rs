@@ -29,7 +29,7 @@ fn locked() -> u64 {
 fn without_privilege(limit: u64, body: impl FnOnce() + Send) {
     let before = getrlimit(Resource::Memlock);
     let current = before.maximum.map_or(limit, |most| most.min(limit));
-    setrlimit(Resource::Memlock, Rlimit { current: Some(current), ..before.clone() }).unwrap();
+    setrlimit(Resource::Memlock, Rlimit { current: Some(current), ..before }).unwrap();
     thread::scope(|s| {
         let ended = s.spawn(|| {
             let mut sets = capabilities(None).unwrap();

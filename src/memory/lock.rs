@@ -50,9 +50,10 @@ fn locked() -> Option<u64> {
 }
 
 fn refused(needed: usize, errno: Errno) -> Error {
-    let allowed = allowed().map_or("no limit is set".to_owned(), |allowed| {
-        format!("{allowed} more are allowed (RLIMIT_MEMLOCK less what is locked)")
-    });
+    let allowed = match allowed() {
+        Some(allowed) => format!("{allowed} more are allowed (RLIMIT_MEMLOCK less what is locked)"),
+        None => "no limit is set".to_owned(),
+    };
     Error::config(
         "lock_memory",
         format!(

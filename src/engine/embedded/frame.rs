@@ -285,8 +285,8 @@ impl Descriptor {
 
 /// Appends the body of a notification to `out`.
 pub(super) fn encode_notification(note: &Notification, out: &mut Vec<u8>) {
-    let body = NoteBody { name: note.name().into(), notify_msg: note.message().into() };
-    serde_json::to_writer(out, &body).expect("two texts have a form in JSON, and a Vec takes all");
+    let body = Told { name: note.name(), notify_msg: note.message(), reason: note.reason() };
+    serde_json::to_writer(out, &body).expect("texts have a form in JSON, and a Vec takes all");
 }
 
 /// The notification in `json`: an object of texts; a missing one is empty.
@@ -295,16 +295,33 @@ pub(super) fn parse_notification(json: &[u8]) -> Result<Notification, FrameError
     if json.trim_ascii_start().first() != Some(&b'{') {
         return Err(FrameError::Json("a notification is an object".to_owned()));
     }
-    let body: NoteBody<'_> = serde_json::from_slice(json).map_err(not_json)?;
-    Ok(Notification::new(&body.name, &body.notify_msg))
+    let with_reason = serde_json::from_slice::<Heard<'_, String>>(json);
+    match with_reason {
+        Ok(body) => Ok(Notification::new(&body.name, &body.notify_msg).because(&body.reason)),
+        // Somebody else's key of that name says nothing to us.
+        Err(_) => serde_json::from_slice::<Heard<'_, IgnoredAny>>(json)
+            .map(|body| Notification::new(&body.name, &body.notify_msg))
+            .map_err(not_json),
+    }
 }
 
-#[derive(Serialize, Deserialize)]
-struct NoteBody<'a> {
+#[derive(Serialize)]
+struct Told<'a> {
+    name: &'a str,
+    notify_msg: &'a str,
+    /// Ours: real engines ignore it.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reason: Option<&'static str>,
+}
+
+#[derive(Deserialize)]
+struct Heard<'a, R> {
     #[serde(borrow, default)]
     name: Cow<'a, str>,
     #[serde(borrow, default)]
     notify_msg: Cow<'a, str>,
+    #[serde(default)]
+    reason: R,
 }
 
 const RELAY_VERSION: u64 = 1;

@@ -243,3 +243,20 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn the_reason_of_a_note_travels_beside_its_texts_and_nobody_has_to_know_it() {
+    let plain = Notification::new("a_b", "transfer_failed");
+    let mut body = Vec::new();
+    encode_notification(&plain, &mut body);
+    assert_eq!(body, br#"{"name":"a_b","notify_msg":"transfer_failed"}"#);
+    let told = plain.clone().because("TimedOut");
+    body.clear();
+    encode_notification(&told, &mut body);
+    assert_eq!(body, br#"{"name":"a_b","notify_msg":"transfer_failed","reason":"TimedOut"}"#);
+    assert_eq!(parse_notification(&body), Ok(told));
+    for reason in ["\"nonsense\"", "5", "null", "[{}]", "{\"a\":1}", "\"\""] {
+        let body = format!(r#"{{"reason":{reason},"name":"a_b","notify_msg":"transfer_failed"}}"#);
+        assert_eq!(parse_notification(body.as_bytes()), Ok(plain.clone()), "{body}");
+    }
+}
