@@ -63,9 +63,10 @@ counts:
 	$(CARGO) bench --all-features --bench counts
 
 wheel:
-	sh tests/setup-wheel.sh
+	sh tests/setup.sh
 
-# Never fails: tests that need the real engine skip aloud without it, and fail where CI is set.
+# The real engine for the Python peer, and iproute2 for tests in network namespaces. Never fails:
+# such tests skip aloud without them, and fail where CI is set.
 packages:
-	$(call stage,the real engine for the Python peer)
-	-sh tests/setup-wheel.sh --packages
+	$(call stage,what the tests want beyond Rust)
+	-sh tests/setup.sh --packages

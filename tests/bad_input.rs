@@ -17,14 +17,12 @@ use std::{
     time::Duration,
 };
 
-use mooncake_relay::{
-    Config, EmbeddedEngine, Engine, Error, InProcessEngine, Metadata, Relay, Slot, Tensor, Token,
-};
+use mooncake_relay::{Config, EmbeddedEngine, Engine, Error, Metadata, Relay, Slot, Tensor, Token};
 use rustix::process::{Resource, getrlimit, setrlimit};
 use serde_json::{Value, json};
 
 use self::{
-    common::{eventually, unsure::Unsure, within},
+    common::{eventually, hooked::Hooked, within},
     raw::connect,
 };
 
@@ -322,10 +320,8 @@ fn a_session_that_is_no_address_is_told_nothing_and_not_for_long() {
 #[test]
 fn a_forged_stamp_is_stale_where_the_stamp_is_the_only_proof() {
     within(WATCHDOG, || {
-        let [a, b] = ["stamped", "reader"].map(|name| {
-            let engine = Unsure(InProcessEngine::new(name).unwrap());
-            Relay::new(Arc::new(engine), &config()).unwrap()
-        });
+        let [a, b] = ["stamped", "reader"]
+            .map(|name| Relay::new(Hooked::new(name).ranges_only().engine(), &config()).unwrap());
         let (other, _other_token) = put(&a, &[0x11; 12]);
         let stamp_of = |metadata: &Metadata| {
             let json = serde_json::to_value(metadata).unwrap();

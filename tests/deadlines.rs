@@ -21,7 +21,7 @@ use mooncake_relay::{
 
 use crate::common::{
     eventually,
-    hooked::{Hooked, refused, set},
+    hooked::{Call, Hooked, refused},
     within,
 };
 
@@ -42,7 +42,7 @@ fn hooked() -> Hooked {
 fn holds_on() -> (Hooked, Sender<()>) {
     let engine = hooked();
     let (go, may_go) = bounded::<()>(0);
-    set(&engine.hooks().before_unregister, move |()| {
+    engine.before(Call::Unregister, move || {
         let _ = may_go.recv();
         Ok(())
     });
@@ -87,8 +87,9 @@ fn a_close_returns_in_its_time_although_the_engine_does_not_stop() {
     within(WATCHDOG, || {
         let engine = hooked();
         let (go, may_go) = bounded::<()>(0);
-        set(&engine.hooks().before_stop, move |()| {
+        engine.on_stop(move |next, deadline| {
             let _ = may_go.recv();
+            next.stop(deadline);
         });
         let relay = Relay::new(engine.engine(), &small()).unwrap();
         let closed = relay.close(SOON);
@@ -125,7 +126,7 @@ fn closes_of_many_threads_each_return_in_their_own_time() {
 fn what_an_engine_cannot_unregister_stays_mapped_and_is_told() {
     within(WATCHDOG, || {
         let engine = hooked();
-        set(&engine.hooks().before_unregister, |()| Err(refused()));
+        engine.fail(Call::Unregister, .., refused);
         let relay = Relay::new(engine.engine(), &small()).unwrap();
         let kept = relay.try_acquire(8).unwrap().span();
         let closed = relay.close(WATCHDOG);
@@ -146,8 +147,8 @@ fn what_an_engine_cannot_unregister_stays_mapped_and_is_told() {
 fn an_engine_that_panics_in_unregister_or_stop_costs_its_memory_and_not_the_caller() {
     within(WATCHDOG, || {
         let engine = hooked();
-        set(&engine.hooks().before_unregister, |()| panic!("as the test wants it"));
-        set(&engine.hooks().before_stop, |()| panic!("as the test wants it"));
+        engine.before(Call::Unregister, || panic!("as the test wants it"));
+        engine.on_stop(|_, _| panic!("as the test wants it"));
         let relay = Relay::new(engine.engine(), &small()).unwrap();
         let closed = relay.close(WATCHDOG);
         assert_eq!((closed.threads, closed.spans_kept), (0, 4));

@@ -19,11 +19,11 @@ use mooncake_relay::{
     engine_suite,
 };
 
-use crate::common::broken::{Broken, Fault};
+use crate::common::broken::{Fault, broken};
 
 engine_suite!(in_process, in_process_engine);
 engine_suite!(in_process_with_writes, || Arc::new(fresh().allow_writes(true)));
-engine_suite!(wrapped, || Arc::new(Broken::new(fresh(), Fault::None)));
+engine_suite!(wrapped, || broken(in_process_engine(), Fault::None));
 #[cfg(feature = "embedded")]
 engine_suite!(embedded_tcp, || Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()));
 #[cfg(feature = "embedded")]
@@ -88,7 +88,7 @@ fn the_list_of_cases_names_each_once() {
 }
 
 fn fails(fault: Fault, case: Case) -> bool {
-    catch_unwind(AssertUnwindSafe(|| case(&|| Arc::new(Broken::new(fresh(), fault))))).is_err()
+    catch_unwind(AssertUnwindSafe(|| case(&|| broken(in_process_engine(), fault)))).is_err()
 }
 
 fn in_process_engine() -> Arc<dyn Engine> {

@@ -11,7 +11,7 @@ mod raw;
 use std::{
     fs,
     io::{ErrorKind, Write},
-    net::{TcpListener, TcpStream, ToSocketAddrs},
+    net::{TcpListener, TcpStream},
     sync::Arc,
     time::Duration,
 };
@@ -21,10 +21,7 @@ use mooncake_relay::{
     open_engine,
 };
 use parking_lot::Mutex;
-use rustix::{
-    process::{Resource, getrlimit, setrlimit},
-    system::uname,
-};
+use rustix::process::{Resource, getrlimit, setrlimit};
 
 use self::{
     common::{Random, eventually, within},
@@ -72,47 +69,6 @@ fn settle() {
 
 fn engine_in_process() -> Arc<dyn Engine> {
     Arc::new(InProcessEngine::new("leftovers").unwrap())
-}
-
-#[test]
-fn what_cannot_start_names_its_field_and_leaves_nothing() {
-    let _alone = ALONE.lock();
-    within(WATCHDOG, || {
-        warm_up();
-        let absent = 1 << 20;
-        let tib = 1 << 40;
-        let relays: Vec<(&str, Config)> = vec![
-            ("slot_size", small().with_slot_size(0)),
-            ("credits", small().with_credits(0)),
-            ("receive_credits", small().with_receive_credits(0)),
-            ("transfer_cores", small().with_transfer_cores([absent])),
-            ("notifier_core", small().with_notifier_core(absent)),
-            ("slot_size", small().with_credits(1).with_slot_size(tib)),
-            ("slot_size", small().with_credits(1 << 14).with_slot_size(tib >> 14)),
-            // The pool for puts is there by then.
-            ("receive_credits", small().with_receive_credits(1 << 16).with_slot_size(tib >> 16)),
-            ("slot_size", small().with_credits(1 << 16).with_slot_size(1 << 48)),
-            ("slot_size", small().with_slot_size(usize::MAX)),
-        ];
-        for (expected, config) in relays {
-            for embed in [false, true] {
-                let start = || {
-                    let engine =
-                        if embed { Arc::new(embedded()) as Arc<_> } else { engine_in_process() };
-                    Relay::new(Arc::clone(&engine), &config).map(drop).inspect_err(|_| {
-                        // The engine is free for another, and that one is whole.
-                        drop(Relay::new(engine, &small()).unwrap());
-                    })
-                };
-                refused(expected, start);
-            }
-        }
-        // The second relay of one engine, refused after its memory was made.
-        let engine = engine_in_process();
-        let first = Relay::new(Arc::clone(&engine), &small()).unwrap();
-        refused("engine", || Relay::new(Arc::clone(&engine), &small()).map(drop));
-        drop(first);
-    });
 }
 
 #[test]
@@ -181,31 +137,6 @@ fn an_engine_that_cannot_open_names_its_field_and_leaves_nothing() {
             other => panic!("{other:?}"),
         }
         eventually(before, held);
-    });
-}
-
-#[test]
-fn listening_everywhere_without_a_name_that_peers_can_resolve_asks_for_one() {
-    let _alone = ALONE.lock();
-    within(WATCHDOG, || {
-        let name = uname().nodename().to_str().unwrap().to_owned();
-        let found = (&*name, 0).to_socket_addrs().map(Vec::from_iter).unwrap_or_default();
-        let reachable =
-            found.iter().any(|addr| !addr.ip().is_loopback() && !addr.ip().is_unspecified());
-        for listen in ["0.0.0.0:0", "[::]:0"] {
-            match EmbeddedEngine::bind(listen) {
-                Ok(engine) => {
-                    assert!(reachable, "{} of {found:?}", engine.session_id());
-                    let port = engine.control_addr().port();
-                    assert_eq!(engine.session_id(), format!("{name}:{port}"));
-                }
-                Err(Error::Config { field: "advertise", reason }) => {
-                    assert!(!reachable && reason.contains(&name), "{reason}: {found:?}");
-                }
-                // No IPv6 here.
-                Err(error) => assert!(listen.starts_with('['), "{error:?}"),
-            }
-        }
     });
 }
 

@@ -14,12 +14,12 @@ use std::{
 
 use crossbeam::channel::{Receiver, bounded, unbounded};
 use mooncake_relay::{
-    Config, Error, Metadata, ReadError, Relay, Retracted, Slot, Tensor, Token, WaitStrategy,
+    Config, Engine, Error, Metadata, ReadError, Relay, Retracted, Slot, Tensor, Token, WaitStrategy,
 };
 
 use crate::common::{
     eventually,
-    hooked::{Hooked, refused, set},
+    hooked::{Call, Hooked, refused},
     within,
 };
 
@@ -72,7 +72,7 @@ fn a_poll_that_coincides_with_an_event_does_not_put_the_notifier_to_sleep() {
         let (go, may_go) = unbounded::<()>();
         let armed = Arc::new(AtomicBool::new(false));
         let arm = Arc::clone(&armed);
-        set(&engine.hooks().after_poll, move |_| {
+        engine.after_poll(move |_| {
             if thread::current().id() == poller && armed.swap(false, Ordering::SeqCst) {
                 inside.send(()).unwrap();
                 may_go.recv().unwrap();
@@ -110,7 +110,7 @@ fn an_event_that_comes_while_a_driver_leaves_is_heard() {
         let (tx, rx) = unbounded();
         watched.attach(&tx, 0);
         let step = AtomicUsize::new(0);
-        set(&engine.hooks().after_poll, move |events| {
+        engine.after_poll(move |events| {
             if thread::current().id() != driver {
                 return;
             }
@@ -154,7 +154,7 @@ fn an_event_that_comes_before_the_notifier_lies_down_is_heard() {
         {
             let hold = Arc::clone(&hold);
             // The notifier is between its ticket and its sleep.
-            set(&engine.hooks().tend, move |()| {
+            engine.on_tend(move |_| {
                 if hold.swap(false, Ordering::SeqCst) {
                     inside.send(()).unwrap();
                     may_go.recv().unwrap();
@@ -197,7 +197,8 @@ fn a_wait_hears_at_once_that_its_slot_is_quiet() {
         let (_, b) = relay(&small());
         let reading = Arc::new(AtomicBool::new(true));
         let read = Arc::clone(&reading);
-        set(&engine.hooks().retract, move |truth| {
+        engine.on_retract(move |next, slot| {
+            let truth = next.retract(slot);
             if reading.load(Ordering::SeqCst) { Retracted::Reading } else { truth }
         });
         let (metadata, token) = put(&a, b"x");
@@ -227,28 +228,28 @@ fn an_aborted_get_never_interrupts_the_next_read_into_its_slot() {
         {
             let (interrupted, next_reads, wrong) =
                 (Arc::clone(&interrupted), Arc::clone(&next_reads), Arc::clone(&wrong));
-            set(&engine.hooks().interrupt, move |_| {
+            engine.on_interrupt(move |_, _| {
                 interrupted.fetch_add(1, Ordering::SeqCst);
                 if next_reads.load(Ordering::SeqCst) {
                     wrong.fetch_add(1, Ordering::SeqCst);
                 }
             });
         }
-        set(&engine.hooks().read, move |(remote, local, _)| {
+        engine.on_read(move |next, remote, local, deadline| {
             if remote.len == 1 {
                 // Ends once it is interrupted.
                 let before = interrupted.load(Ordering::SeqCst);
                 while interrupted.load(Ordering::SeqCst) == before {
                     thread::yield_now();
                 }
-                return Ok(Err(ReadError { error: refused(), buffer: Some(local) }));
+                return Err(ReadError { error: refused(), buffer: Some(local) });
             }
             next_reads.store(true, Ordering::SeqCst);
             for _ in 0..200 {
                 thread::yield_now();
             }
             next_reads.store(false, Ordering::SeqCst);
-            Err(local)
+            next.read(remote, local, deadline)
         });
         let stop = AtomicBool::new(false);
         thread::scope(|s| {
@@ -290,13 +291,7 @@ fn a_relay_that_could_not_be_made_leaves_nothing() {
         let before = (threads(), files());
         for bad in 0..4 {
             let engine = hooked();
-            let fails = AtomicBool::new(true);
-            set(&engine.hooks().register, move |nth| {
-                if nth == bad && fails.swap(false, Ordering::SeqCst) {
-                    return Err(refused());
-                }
-                Ok(())
-            });
+            engine.fail(Call::Register, bad..=bad, refused);
             let made = Relay::new(engine.engine(), &small());
             assert!(matches!(made, Err(Error::Engine { engine: "hooked", .. })), "{made:?}");
             assert_eq!(engine.registered(), 0);
@@ -306,7 +301,7 @@ fn a_relay_that_could_not_be_made_leaves_nothing() {
             token.wait().unwrap();
         }
         let engine = hooked();
-        set(&engine.hooks().start, |()| Err(refused()));
+        engine.fail(Call::Start, .., refused);
         assert!(Relay::new(engine.engine(), &small()).is_err());
         // Threads that ended may show a little longer.
         eventually(true, || threads() <= before.0 && files() <= before.1);
@@ -321,7 +316,7 @@ fn an_engine_that_panics_in_a_callers_wait_fails_the_relay_and_not_the_caller() 
         let panics = Arc::new(AtomicBool::new(false));
         {
             let panics = Arc::clone(&panics);
-            set(&engine.hooks().before_poll, move |()| {
+            engine.before(Call::Poll, move || {
                 let here = thread::current().name() == Some("acquires");
                 assert!(!(here && panics.load(Ordering::SeqCst)), "as the test wants it");
                 Ok(())
@@ -349,9 +344,10 @@ fn a_relay_that_fails_ends_a_wait_for_a_quarantined_slot() {
         let panics = Arc::new(AtomicBool::new(false));
         {
             let panics = Arc::clone(&panics);
-            set(&engine.hooks().retract, move |_| {
+            engine.on_retract(move |next, slot| {
                 let notifier = thread::current().name() == Some("relay-notifier");
                 assert!(!(notifier && panics.load(Ordering::SeqCst)), "as the test wants it");
+                let _ = next.retract(slot);
                 Retracted::Reading
             });
         }
@@ -378,9 +374,10 @@ fn a_relay_that_fails_ends_an_acquire() {
         let panics = Arc::new(AtomicBool::new(false));
         {
             let panics = Arc::clone(&panics);
-            set(&engine.hooks().retract, move |_| {
+            engine.on_retract(move |next, slot| {
                 let notifier = thread::current().name() == Some("relay-notifier");
                 assert!(!(notifier && panics.load(Ordering::SeqCst)), "as the test wants it");
+                let _ = next.retract(slot);
                 Retracted::Reading
             });
         }
@@ -404,7 +401,7 @@ fn a_notify_that_panics_on_the_callers_thread_leaves_nothing_reading() {
     within(WATCHDOG, || {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
-        set(&engine.hooks().before_notify, |()| panic!("as the test wants it"));
+        engine.before(Call::Notify, || panic!("as the test wants it"));
         let (metadata, _token) = put(&a, b"x");
         thread::scope(|s| {
             let got = s.spawn(|| b.get(&metadata).unwrap().wait().map(drop)).join();
@@ -427,7 +424,8 @@ fn a_close_in_the_middle_of_a_look_at_the_quarantine_ends_its_tokens() {
         let hold = Arc::new(AtomicBool::new(false));
         {
             let hold = Arc::clone(&hold);
-            set(&engine.hooks().retract, move |_| {
+            engine.on_retract(move |next, slot| {
+                let _ = next.retract(slot);
                 if hold.swap(false, Ordering::SeqCst) {
                     inside.send(()).unwrap();
                     may_go.recv().unwrap();
@@ -486,9 +484,9 @@ fn a_buffer_that_the_engine_keeps_comes_back_whenever_it_is_dropped() {
         let kept = Arc::new(Mutex::new(Vec::new()));
         {
             let kept = Arc::clone(&kept);
-            set(&engine.hooks().read, move |(_, local, _)| {
+            engine.on_read(move |_, _, local, _| {
                 kept.lock().unwrap().push(local);
-                Ok(Err(ReadError { error: Error::TimedOut, buffer: None }))
+                Err(ReadError { error: Error::TimedOut, buffer: None })
             });
         }
         let (metadata, _put) = put(&a, b"x");
@@ -518,11 +516,11 @@ fn buffers_that_an_engine_swaps_are_lost_to_nobody() {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
         let other: Mutex<Option<mooncake_relay::LocalBuffer>> = Mutex::default();
-        set(&engine.hooks().read, move |(_, local, _)| {
+        engine.on_read(move |_, _, local, _| {
             match other.lock().unwrap().replace(local) {
                 // Another than was lent.
-                Some(buffer) => Ok(Err(ReadError { error: Error::TimedOut, buffer: Some(buffer) })),
-                None => Ok(Err(ReadError { error: Error::TimedOut, buffer: None })),
+                Some(buffer) => Err(ReadError { error: Error::TimedOut, buffer: Some(buffer) }),
+                None => Err(ReadError { error: Error::TimedOut, buffer: None }),
             }
         });
         let (metadata, _put) = put(&a, b"x");

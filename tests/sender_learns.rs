@@ -16,7 +16,7 @@ use crossbeam::channel::{Sender, unbounded};
 use mooncake_relay::{Config, Engine, Error, Metadata, ReadError, Relay, Slot, Tensor, Token};
 
 use crate::common::{
-    hooked::{Hooked, set},
+    hooked::{Call, Hooked},
     within,
 };
 
@@ -59,7 +59,7 @@ fn an_acknowledgement_that_came_in_time_counts_although_the_notifier_was_starved
         {
             let hold = Arc::clone(&hold);
             // At the end of a look that has found nothing.
-            set(&engine.hooks().after_poll, move |_| {
+            engine.after_poll(move |_| {
                 if is_called("relay-notifier") && hold.swap(false, Ordering::SeqCst) {
                     inside.send(()).unwrap();
                     let _ = may_go.recv();
@@ -88,7 +88,7 @@ fn stuck_driver(
     let (inside, is_inside) = unbounded();
     let (go, may_go) = unbounded::<()>();
     let held = Arc::clone(&hold);
-    set(&engine.hooks().before_poll, move |()| {
+    engine.before(Call::Poll, move || {
         if is_called("driver") && held.swap(false, Ordering::SeqCst) {
             inside.send(()).unwrap();
             let _ = may_go.recv();
@@ -161,10 +161,10 @@ fn a_sender_hears_at_once_why_its_receiver_gave_up() {
     within(WATCHDOG, || {
         let (_, a) = relay(&small().with_lease(Duration::from_secs(3600)));
         let (engine, b) = relay(&small());
-        set(&engine.hooks().read, |(remote, local, _)| {
+        engine.on_read(|_, remote, local, _| {
             let error =
                 Error::PeerFailed { peer: remote.peer.to_string(), reason: "a test".to_owned() };
-            Ok(Err(ReadError { error, buffer: Some(local) }))
+            Err(ReadError { error, buffer: Some(local) })
         });
         let reason = told(&a, |metadata| b.get(metadata)?.wait());
         assert_eq!(reason, "it said that it gave up: its get was PeerFailed");

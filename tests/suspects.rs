@@ -15,11 +15,7 @@ use std::{
 use crossbeam::channel::unbounded;
 use mooncake_relay::{Config, Error, Metadata, Relay, Slot, Tensor, Token};
 
-use crate::common::{
-    eventually,
-    hooked::{Hooked, set},
-    within,
-};
+use crate::common::{eventually, hooked::Hooked, within};
 
 const WATCHDOG: Duration = Duration::from_secs(20);
 
@@ -54,9 +50,11 @@ fn a_peer_never_used_before_is_read_while_twenty_others_do_not_answer() {
     within(WATCHDOG, || {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small().with_transfer_threads(2));
-        set(&engine.hooks().before_connect, |(peer, deadline)| {
-            if peer.starts_with("silent") { no_answer(deadline) } else { Ok(()) }
-        });
+        engine.on_connect(
+            |_, peer, deadline| {
+                if peer.starts_with("silent") { no_answer(deadline) } else { Ok(()) }
+            },
+        );
         let (metadata, put) = put(&a);
         let ((tx, silent), (healthy, done)) = (unbounded(), unbounded());
         for n in 0..20 {
@@ -80,8 +78,8 @@ fn a_peer_never_tried_goes_before_one_whose_try_has_failed() {
         let (go, may_go) = unbounded::<()>();
         {
             let tried = Arc::clone(&tried);
-            set(&engine.hooks().before_connect, move |(peer, deadline)| {
-                tried.lock().unwrap().push(peer.clone());
+            engine.on_connect(move |_, peer, deadline| {
+                tried.lock().unwrap().push(peer.to_owned());
                 if peer != "silent" {
                     return Ok(());
                 }
@@ -111,7 +109,7 @@ fn a_peer_that_answers_late_is_tried_again_and_read() {
         let given: Arc<Mutex<Vec<Duration>>> = Arc::default();
         {
             let given = Arc::clone(&given);
-            set(&engine.hooks().before_connect, move |(_, deadline)| {
+            engine.on_connect(move |_, _, deadline| {
                 let mut given = given.lock().unwrap();
                 given.push(deadline - Instant::now());
                 if given.len() > 3 { Ok(()) } else { no_answer(deadline) }
@@ -135,7 +133,7 @@ fn a_get_whose_peer_never_answers_ends_at_its_own_deadline_and_keeps_no_slot() {
     within(WATCHDOG, || {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
-        set(&engine.hooks().before_connect, |(_, deadline)| no_answer(deadline));
+        engine.on_connect(|_, _, deadline| no_answer(deadline));
         let (metadata, put) = put(&a);
         let (tx, rx) = unbounded();
         b.get_timeout(&metadata, Duration::from_millis(400)).unwrap().attach(&tx, 0);
@@ -155,7 +153,7 @@ fn a_get_that_is_aborted_while_its_peer_does_not_answer_is_not_queued_again() {
     within(WATCHDOG, || {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
-        set(&engine.hooks().before_connect, |(_, deadline)| no_answer(deadline));
+        engine.on_connect(|_, _, deadline| no_answer(deadline));
         let (metadata, _put) = put(&a);
         let metadata = moved_to("silent", &metadata);
         for _ in 0..4 {
@@ -178,7 +176,7 @@ fn a_caller_that_waits_reads_although_every_thread_waits_for_silent_peers() {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
         let (go, may_go) = unbounded::<()>();
-        set(&engine.hooks().before_connect, move |_| {
+        engine.on_connect(move |_, _, _| {
             let _ = may_go.recv();
             Err(Error::TimedOut)
         });

@@ -20,7 +20,7 @@ use mooncake_relay::{
     Config, Engine, Error, InProcessEngine, Metadata, Relay, Result, Slot, Tensor, Token,
 };
 
-use self::common::{Random, eventually, unsure::Unsure, within};
+use self::common::{Random, bytes::Pattern, eventually, hooked::Hooked, within};
 
 const WATCHDOG: Duration = Duration::from_secs(120);
 const ROUNDS: usize = 400;
@@ -39,7 +39,7 @@ fn two_receivers_read_that_put_or_hear_that_it_is_over_in_one_process() {
 #[test]
 fn two_receivers_read_that_put_or_hear_that_it_is_over_where_only_the_stamp_tells() {
     // Where only ranges are known, what is not published at that moment is refused.
-    two_receivers(|| Arc::new(Unsure(in_process())));
+    two_receivers(|| Hooked::over(Arc::new(in_process())).ranges_only().engine());
 }
 
 #[cfg(feature = "embedded")]
@@ -50,21 +50,6 @@ fn two_receivers_read_that_put_or_hear_that_it_is_over_by_tcp() {
     assert_eq!(two_receivers(engine), 0);
 }
 
-/// Bytes of which each round has a window of its own.
-struct Pattern(Vec<u8>);
-
-impl Pattern {
-    const WINDOWS: usize = 4096;
-
-    fn new(random: &mut Random) -> Self {
-        Self((0..(MOST + Self::WINDOWS) / 8).flat_map(|_| random.next().to_ne_bytes()).collect())
-    }
-
-    fn of(&self, round: usize, len: usize) -> &[u8] {
-        &self.0[round % Self::WINDOWS..][..len]
-    }
-}
-
 /// How many gets were refused, and not stale.
 fn two_receivers(engine: fn() -> Arc<dyn Engine>) -> u32 {
     within(WATCHDOG, move || {
@@ -73,7 +58,7 @@ fn two_receivers(engine: fn() -> Arc<dyn Engine>) -> u32 {
         let sender = Relay::new(engine(), &config(1).with_receive_credits(1)).unwrap();
         let receivers = [(); 2].map(|()| Relay::new(engine(), &config(2)).unwrap());
         let mut random = Random::new(0x2_5eed);
-        let pattern = Pattern::new(&mut random);
+        let pattern = Pattern::new(&mut random, MOST);
         let (read, refused) = (AtomicU32::new(0), AtomicU32::new(0));
         thread::scope(|s| {
             let mut channels = Vec::new();

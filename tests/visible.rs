@@ -12,11 +12,13 @@ use std::{
 };
 
 use crossbeam::channel::unbounded;
-use mooncake_relay::{Config, Counters, Error, Metadata, ReadError, Relay, Slot, Tensor, Token};
+use mooncake_relay::{
+    Config, Counters, Engine, Error, Metadata, ReadError, Relay, Slot, Tensor, Token,
+};
 
 use crate::common::{
     eventually,
-    hooked::{Hooked, refused, set},
+    hooked::{Call, Hooked, refused},
     within,
 };
 
@@ -47,7 +49,7 @@ fn every_failed_get_has_one_cause() {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
         let (go, may_go) = unbounded::<()>();
-        set(&engine.hooks().read, move |(remote, local, _)| {
+        engine.on_read(move |next, remote, local, deadline| {
             let peer = remote.peer.to_string();
             let error = match remote.len {
                 1 => Error::TimedOut,
@@ -59,9 +61,9 @@ fn every_failed_get_has_one_cause() {
                     let _ = may_go.recv();
                     Error::TimedOut
                 }
-                _ => return Err(local),
+                _ => return next.read(remote, local, deadline),
             };
-            Ok(Err(ReadError { error, buffer: Some(local) }))
+            Err(ReadError { error, buffer: Some(local) })
         });
         for len in [1, 1, 2, 3, 4, 5, 7] {
             let _ = b.get(&put(&a, len).0).unwrap().wait();
@@ -118,7 +120,7 @@ fn every_failed_put_has_one_cause() {
 
         assert!(matches!(put(&expiring, 1).1.wait(), Err(Error::TimedOut)));
         let (_open, broken) = put(&expiring, 1);
-        set(&expiring_engine.hooks().before_poll, |()| panic!("as the test wants it"));
+        expiring_engine.before(Call::Poll, || panic!("as the test wants it"));
         assert!(matches!(broken.wait(), Err(Error::Engine { .. } | Error::TimedOut)));
         let all = counters(&expiring);
         assert_eq!(all.puts_failed, all.puts_broken);
@@ -134,7 +136,7 @@ fn an_engine_that_cannot_be_polled_is_seen_and_so_is_its_recovery() {
         let fails = Arc::new(AtomicBool::new(false));
         {
             let fails = Arc::clone(&fails);
-            set(&engine.hooks().before_poll, move |()| {
+            engine.before(Call::Poll, move || {
                 if fails.load(Ordering::SeqCst) { Err(refused()) } else { Ok(()) }
             });
         }
@@ -166,9 +168,9 @@ fn a_timed_out_get_keeps_its_slot_until_the_engine_lets_go_of_it_visibly() {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small().with_receive_credits(2));
         let (go, may_go) = unbounded::<()>();
-        set(&engine.hooks().read, move |(_, local, _)| {
+        engine.on_read(move |_, _, local, _| {
             let _ = may_go.recv();
-            Ok(Err(ReadError { error: Error::TimedOut, buffer: Some(local) }))
+            Err(ReadError { error: Error::TimedOut, buffer: Some(local) })
         });
         let (tx, rx) = unbounded();
         let get = b.get_timeout(&put(&a, 1).0, Duration::from_millis(50)).unwrap();
@@ -189,16 +191,16 @@ fn slots_that_the_engine_keeps_are_seen_for_as_long_as_it_keeps_them() {
         let kept: Arc<Mutex<Vec<_>>> = Arc::default();
         {
             let kept = Arc::clone(&kept);
-            set(&engine.hooks().read, move |(remote, local, _)| match remote.len {
+            engine.on_read(move |next, remote, local, deadline| match remote.len {
                 1 => {
                     kept.lock().unwrap().push(local);
-                    Ok(Err(ReadError { error: Error::TimedOut, buffer: None }))
+                    Err(ReadError { error: Error::TimedOut, buffer: None })
                 }
                 2 => panic!("as the test wants it"),
-                3 => Ok(Err(ReadError { error: Error::TimedOut, buffer: Some(local) })),
+                3 => Err(ReadError { error: Error::TimedOut, buffer: Some(local) }),
                 // It lets go before it says that it keeps it.
-                4 => Ok(Err(ReadError { error: Error::TimedOut, buffer: None })),
-                _ => Err(local),
+                4 => Err(ReadError { error: Error::TimedOut, buffer: None }),
+                _ => next.read(remote, local, deadline),
             });
         }
         let get = |len| b.get(&put(&a, len).0).unwrap().wait().map(drop);

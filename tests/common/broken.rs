@@ -2,14 +2,15 @@
 
 use std::{
     mem,
-    sync::Mutex,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
 use mooncake_relay::{
-    Access, Doorbell, Engine, Error, Event, Filled, InProcessEngine, Instance, LocalBuffer,
-    Notification, Publication, ReadError, RemoteBuffer, Result, Retracted, Span,
+    Doorbell, Engine, Error, Event, Filled, Notification, Publication, ReadError, Retracted, Span,
 };
+
+use super::hooked::Hooked;
 
 /// Which rule.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,206 +61,114 @@ pub(crate) enum Fault {
     SilentBell,
 }
 
-/// An in-process engine with a fault.
-#[derive(Debug)]
-pub(crate) struct Broken {
-    inner: InProcessEngine,
-    fault: Fault,
-    silent: Doorbell,
-    kept: Mutex<Vec<Notification>>,
-}
-
-impl Broken {
-    pub(crate) fn new(inner: InProcessEngine, fault: Fault) -> Self {
-        Self { inner, fault, silent: Doorbell::new(), kept: Mutex::default() }
-    }
-
-    fn deadline(&self, given: Instant) -> Instant {
-        if self.fault == Fault::NoDeadline {
-            Instant::now() + Duration::from_secs(3600)
-        } else {
-            given
-        }
-    }
-
-    fn retracted(&self, truth: impl FnOnce() -> Retracted) -> Retracted {
-        match self.fault {
-            Fault::KeepsServing => Retracted::Quiet,
-            Fault::QuietTooEarly => {
-                let _ = truth();
-                Retracted::Quiet
+/// That engine, with a fault.
+pub(crate) fn broken(engine: Arc<dyn Engine>, fault: Fault) -> Arc<dyn Engine> {
+    let engine = Hooked::over(engine);
+    match fault {
+        Fault::None => &engine,
+        Fault::WrongByte => alter_reads(&engine, |filled| {
+            if let Some(byte) = filled.buffer.bytes_mut().and_then(<[u8]>::last_mut) {
+                *byte ^= 1;
             }
-            Fault::ReadingForNobody => {
-                let _ = truth();
-                Retracted::Reading
-            }
-            _ => truth(),
-        }
-    }
-}
-
-impl Engine for Broken {
-    fn session_id(&self) -> &str {
-        self.inner.session_id()
-    }
-
-    fn protocol(&self) -> &str {
-        self.inner.protocol()
-    }
-
-    fn start(&self, instance: &Instance) -> Result<()> {
-        match self.inner.start(instance) {
-            Err(_) if self.fault == Fault::StartsTwice => Ok(()),
-            started => started,
-        }
-    }
-
-    fn stop(&self, deadline: Instant) {
-        self.inner.stop(deadline);
-    }
-
-    unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
-        // SAFETY: the caller's promise is passed on.
-        match unsafe { self.inner.register(span, access) } {
-            Err(_) if self.fault == Fault::RegistersTwice => Ok(()),
-            registered => registered,
-        }
-    }
-
-    fn unregister(&self, span: Span) -> Result<()> {
-        if self.fault == Fault::UnregisterLies { Ok(()) } else { self.inner.unregister(span) }
-    }
-
-    fn read(
-        &self,
-        remote: &RemoteBuffer,
-        local: LocalBuffer,
-        deadline: Instant,
-    ) -> Result<Filled, ReadError> {
-        let mut remote = remote.clone();
-        if self.fault == Fault::Unverified {
-            remote.identity = None;
-        }
-        let mut filled = match self.inner.read(&remote, local, self.deadline(deadline)) {
-            Ok(filled) => filled,
-            Err(ReadError { error, buffer }) if self.fault == Fault::LostBuffer => {
-                mem::forget(buffer);
-                return Err(ReadError { error, buffer: None });
-            }
-            Err(error) => return Err(error),
-        };
-        filled.verified |= self.fault == Fault::Unverified;
-        if self.fault == Fault::WrongByte
-            && let Some(byte) = filled.buffer.bytes_mut().and_then(<[u8]>::last_mut)
-        {
-            *byte ^= 1;
-        }
-        if self.fault == Fault::Overrun {
+        }),
+        Fault::Overrun => alter_reads(&engine, |filled| {
             let Span { ptr, len } = filled.buffer.span();
             // SAFETY: the suite keeps a guard behind each buffer, for faults like this one.
             let behind = unsafe { ptr.add(len) };
             // SAFETY: as above; nobody else touches the guard while the buffer is lent.
             unsafe { behind.write(0) };
+        }),
+        Fault::Unverified => {
+            engine.ranges_only();
+            alter_reads(&engine, |filled| filled.verified = true)
         }
-        Ok(filled)
-    }
-
-    fn read_many(
-        &self,
-        reads: Vec<(RemoteBuffer, LocalBuffer)>,
-        deadline: Instant,
-    ) -> Vec<Result<Filled, ReadError>> {
-        let outcomes = reads.into_iter().map(|(remote, local)| self.read(&remote, local, deadline));
-        let mut outcomes: Vec<_> = outcomes.collect();
-        if self.fault == Fault::ManyInReverse {
+        Fault::ReadsIntoNothing => engine.on_read_into(|_, _, _, _| Some(Ok(()))),
+        Fault::ManyInReverse => engine.on_read_many(|next, reads, deadline| {
+            let mut outcomes = next.read_many(reads, deadline);
             outcomes.reverse();
-        }
-        outcomes
-    }
-
-    fn read_into(
-        &self,
-        remote: &RemoteBuffer,
-        dest: &mut [u8],
-        deadline: Instant,
-    ) -> Option<Result<()>> {
-        if self.fault == Fault::ReadsIntoNothing {
-            return Some(Ok(()));
-        }
-        self.inner.read_into(remote, dest, self.deadline(deadline))
-    }
-
-    fn write(
-        &self,
-        remote: &RemoteBuffer,
-        local: LocalBuffer,
-        deadline: Instant,
-    ) -> Result<LocalBuffer, ReadError> {
-        match self.inner.write(remote, local, deadline) {
-            Err(ReadError { error: Error::Rejected { .. }, buffer: Some(local) })
-                if self.fault == Fault::WriteLies =>
-            {
-                Ok(local)
+            outcomes
+        }),
+        Fault::LostBuffer => engine.on_read(|next, remote, local, deadline| {
+            next.read(remote, local, deadline).map_err(|ReadError { error, buffer }| {
+                mem::forget(buffer);
+                ReadError { error, buffer: None }
+            })
+        }),
+        Fault::WriteLies => engine.on_write(|next, remote, local, deadline| {
+            match next.write(remote, local, deadline) {
+                Err(ReadError { error: Error::Rejected { .. }, buffer: Some(local) }) => Ok(local),
+                written => written,
             }
-            written => written,
-        }
-    }
-
-    fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()> {
-        match self.inner.notify(peer, note, self.deadline(deadline)) {
-            Err(Error::PeerFailed { .. }) if self.fault == Fault::UnknownTakesNotes => Ok(()),
-            told => told,
-        }
-    }
-
-    fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
-        let mut notes = self.kept.lock().expect("no poll panics");
-        self.inner.poll(&mut |event| match event {
-            Event::Note(note) => notes.push(note),
-            other => events(other),
-        })?;
-        if self.fault == Fault::NotesInReverse {
-            notes.reverse();
-        }
-        for note in notes.drain(..) {
-            match self.fault {
-                Fault::NoteLost => {}
-                Fault::NoteTwice => {
-                    events(Event::Note(note.clone()));
-                    events(Event::Note(note));
-                }
-                Fault::ShortNames => {
-                    let short: String = note.name().chars().take(127).collect();
-                    events(Event::Note(Notification::new(&short, note.message())));
-                }
-                _ => events(Event::Note(note)),
-            }
-        }
-        Ok(())
-    }
-
-    fn publish(&self, slot: &Publication) {
-        let mut slot = *slot;
-        if self.fault == Fault::TooMuch {
+        }),
+        Fault::TooMuch => engine.on_publish(|next, slot| {
             let span = slot.span();
             let span = Span { len: span.len.next_multiple_of(4096) + 4096, ..span };
             let (identity, stamp) = (slot.identity(), slot.stamp());
             // SAFETY: the fault: it says more than the relay said.
-            slot =
+            let more =
                 unsafe { Publication::new(slot.slot(), span, identity, stamp, slot.stamp_span()) };
+            next.publish(&more);
+        }),
+        Fault::KeepsServing => {
+            engine.on_retract(|_, _| Retracted::Quiet).on_cut(|_, _| Retracted::Quiet)
         }
-        self.inner.publish(&slot);
-    }
+        Fault::QuietTooEarly => answer(&engine, Retracted::Quiet),
+        Fault::ReadingForNobody => answer(&engine, Retracted::Reading),
+        Fault::UnregisterLies => engine.on_unregister(|_, _| Ok(())),
+        Fault::RegistersTwice => engine.on_register(|next, span, access| {
+            // SAFETY: the promise of whoever called `register` is passed on.
+            let _ = unsafe { next.register(span, access) };
+            Ok(())
+        }),
+        Fault::StartsTwice => engine.on_start(|next, instance| {
+            let _ = next.start(instance);
+            Ok(())
+        }),
+        Fault::NoDeadline => engine
+            .on_read(|next, remote, local, _| next.read(remote, local, distant()))
+            .on_read_into(|next, remote, dest, _| next.read_into(remote, dest, distant()))
+            .on_notify(|next, peer, note, _| next.notify(peer, note, distant())),
+        Fault::NoteTwice => engine.double_notes(),
+        Fault::NoteLost => engine.drop_notes(..),
+        Fault::NotesInReverse => engine.reverse_notes(),
+        Fault::ShortNames => engine.on_poll(|next, events| {
+            next.poll(&mut |event| match event {
+                Event::Note(note) => {
+                    let short: String = note.name().chars().take(127).collect();
+                    events(Event::Note(Notification::new(&short, note.message())));
+                }
+                other => events(other),
+            })
+        }),
+        Fault::UnknownTakesNotes => {
+            engine.on_notify(|next, peer, note, deadline| match next.notify(peer, note, deadline) {
+                Err(Error::PeerFailed { .. }) => Ok(()),
+                told => told,
+            })
+        }
+        Fault::SilentBell => engine.replace_bell(Some(Doorbell::new())),
+    };
+    engine.engine()
+}
 
-    fn retract(&self, slot: &Publication) -> Retracted {
-        self.retracted(|| self.inner.retract(slot))
-    }
+fn alter_reads(engine: &Hooked, alter: impl Fn(&mut Filled) + Send + Sync + 'static) -> &Hooked {
+    engine.on_read(move |next, remote, local, deadline| {
+        let mut filled = next.read(remote, local, deadline)?;
+        alter(&mut filled);
+        Ok(filled)
+    })
+}
 
-    fn cut(&self, slot: &Publication) -> Retracted {
-        self.retracted(|| self.inner.cut(slot))
-    }
+fn answer(engine: &Hooked, instead: Retracted) -> &Hooked {
+    let answer = move |truth: Retracted| {
+        let _ = truth;
+        instead
+    };
+    engine
+        .on_retract(move |next, slot| answer(next.retract(slot)))
+        .on_cut(move |next, slot| answer(next.cut(slot)))
+}
 
-    fn doorbell(&self) -> Option<&Doorbell> {
-        if self.fault == Fault::SilentBell { Some(&self.silent) } else { self.inner.doorbell() }
-    }
+fn distant() -> Instant {
+    Instant::now() + Duration::from_secs(3600)
 }

@@ -3,9 +3,14 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 pub(crate) mod broken;
+pub(crate) mod bytes;
+pub(crate) mod faults;
+pub(crate) mod gate;
 pub(crate) mod hooked;
 pub(crate) mod peer;
-pub(crate) mod unsure;
+pub(crate) mod place;
+pub(crate) mod proxy;
+pub(crate) mod sockets;
 
 use std::{
     fmt::Debug,
@@ -13,6 +18,9 @@ use std::{
     thread,
     time::{Duration, Instant},
 };
+
+/// How the line of a test begins that cannot run here.
+pub(crate) const SKIPPED: &str = "SKIPPED";
 
 /// Runs `body` on a thread of its own and fails loudly if it takes longer than `limit`.
 pub(crate) fn within<R: Send + 'static>(

@@ -18,6 +18,8 @@ use parking_lot::{Condvar, Mutex};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
+use super::{SKIPPED, eventually, place::Place};
+
 /// Longer than any answer takes on a busy machine: what it finds is a hang.
 const PATIENCE: Duration = Duration::from_secs(60);
 
@@ -55,7 +57,12 @@ struct Said {
 impl Peer {
     /// The `peer` example with these flags.
     pub(crate) fn start(flags: &[&str]) -> Self {
-        Self::spawn(Command::new(example("peer")).args(flags))
+        Self::start_in(&Place::here(), flags)
+    }
+
+    /// The same, in another place.
+    pub(crate) fn start_in(place: &Place, flags: &[&str]) -> Self {
+        Self::spawn(place.command(example("peer")).args(flags))
     }
 
     /// The Python peer on the real engine. `None`, said aloud: it cannot be set up here.
@@ -73,7 +80,7 @@ impl Peer {
             Err(reason) if env::var_os("CI").is_some() => panic!("{reason}"),
             Err(reason) => {
                 // Past the test harness, which would swallow it: a skipped test says so.
-                let _ = writeln!(io::stderr(), "SKIPPED, no real engine to test with: {reason}");
+                let _ = writeln!(io::stderr(), "{SKIPPED}, no real engine to test with: {reason}");
                 None
             }
         }
@@ -98,6 +105,10 @@ impl Peer {
 
     pub(crate) fn session_id(&self) -> &str {
         self.ready["session_id"].as_str().unwrap()
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
     }
 
     pub(crate) fn ready(&self) -> &Value {
@@ -202,7 +213,24 @@ impl Peer {
         fs::read_dir(format!("/proc/{}/{what}", self.child.id())).unwrap().count()
     }
 
-    pub(crate) fn signal(&self, signal: Signal) {
+    /// SIGSTOP; returns when each of its threads has stopped.
+    pub(crate) fn stop(&self) {
+        self.signal(Signal::STOP);
+        let tasks = format!("/proc/{}/task", self.pid());
+        eventually(true, || {
+            fs::read_dir(&tasks).unwrap().all(|task| {
+                let stat = fs::read_to_string(task.unwrap().path().join("stat")).unwrap();
+                stat.rsplit(')').next().unwrap().trim_start().starts_with('T')
+            })
+        });
+    }
+
+    /// SIGCONT.
+    pub(crate) fn resume(&self) {
+        self.signal(Signal::CONT);
+    }
+
+    fn signal(&self, signal: Signal) {
         kill_process(Pid::from_child(&self.child), signal).unwrap();
     }
 
@@ -328,7 +356,7 @@ fn newest(path: &Path) -> SystemTime {
 /// The Python that runs the real engine, or why there is none.
 fn set_up_wheel(root: &Path) -> Result<String, String> {
     let output = Command::new("sh")
-        .arg(root.join("tests/setup-wheel.sh"))
+        .arg(root.join("tests/setup.sh"))
         .output()
         .map_err(|error| format!("sh: {error}"))?;
     if output.status.success() {

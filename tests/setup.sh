@@ -1,8 +1,9 @@
 #!/bin/sh
-# Sets up the real Mooncake engine for tests/mooncake_peer.py, and prints the Python that runs it.
+# Sets up what tests want beyond Rust: the real Mooncake engine for tests/mooncake_peer.py, and `ip`
+# for network namespaces. Prints the Python that runs the engine.
 #
-#   tests/setup-wheel.sh              installs the wheel under target/, if it is not there
-#   tests/setup-wheel.sh --packages   also installs missing Debian packages, if root; else names them
+#   tests/setup.sh              installs the engine's wheel under target/, if it is not there
+#   tests/setup.sh --packages   also installs missing Debian packages, if root; else names them
 #
 # Exits with 0 only when that Python can load the engine. May be run by many at once.
 set -eu
@@ -34,9 +35,10 @@ install_packages() {
         PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep -q "${library%%:*}" ||
             missing="$missing ${library#*:}"
     done
+    command -v ip >/dev/null || missing="$missing iproute2"
     if [ -z "$missing" ]; then return; fi
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-        echo "setup-wheel: not root, or no Debian: install these yourself:$missing" >&2
+        echo "setup: not root, or no Debian: install these yourself:$missing" >&2
         return
     fi
     apt-get update -qq >&2
@@ -47,7 +49,7 @@ install_packages() {
 if [ "${1-}" = --packages ]; then install_packages; fi
 
 if ! python=$(find_python); then
-    echo "setup-wheel: no CPython 3.11 with pip: install python3.11 and python3-pip" >&2
+    echo "setup: no CPython 3.11 with pip: install python3.11 and python3-pip" >&2
     exit 1
 fi
 
@@ -66,9 +68,9 @@ if ! [ -d "$wheel" ]; then
 fi
 
 if ! reason=$(loads "$python"); then
-    echo "setup-wheel: the engine does not load: ${reason##*
+    echo "setup: the engine does not load: ${reason##*
 }" >&2
-    echo "setup-wheel: it needs: $packages" >&2
+    echo "setup: it needs: $packages" >&2
     exit 1
 fi
 echo "$python"
