@@ -94,6 +94,8 @@ pub(crate) struct Gets<M: Memory> {
     most_suspect: usize,
     /// How many places are reading and ended; changed under the lock.
     unwanted: AtomicUsize,
+    /// How many places are reading and were asked to give way; likewise.
+    yielding: AtomicUsize,
 }
 
 struct Table<M: Memory> {
@@ -113,10 +115,24 @@ struct Place<M: Memory> {
     generation: u32,
     /// What a thread is filling. `None` while queued.
     reading: Option<Span>,
+    /// Since when a transfer thread reads it.
+    since: Option<Instant>,
     /// Somebody ended it while it was reading.
     ended: bool,
+    way: Way,
     job: Option<Job<M>>,
 }
+
+/// Whether a read has made room for others; it does so once.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Way {
+    Kept,
+    Asked,
+    Given,
+}
+
+/// How long reads may hold every thread while a get from somebody else waits.
+const PATIENCE: Duration = Duration::from_millis(500);
 
 /// Beyond this many, notifications that could not be delivered are given up.
 const MOST_TELLS: usize = 1024;
@@ -141,6 +157,7 @@ impl<M: Memory> Gets<M> {
             most_queued,
             most_suspect: threads.saturating_sub(1).max(1),
             unwanted: AtomicUsize::new(0),
+            yielding: AtomicUsize::new(0),
         }
     }
 
@@ -225,23 +242,79 @@ impl<M: Memory> Gets<M> {
         table.place(handle).is_some_and(|place| !place.ended)
     }
 
-    /// Queues a claimed get again, behind the others. It comes back if somebody has ended it.
-    pub(crate) fn put_back(&self, claim: Claim<M>) -> Option<Claim<M>> {
+    /// Queues a claimed get again, behind the others. False: somebody has ended it. Its slot is the
+    /// caller's to drop, afterwards.
+    pub(crate) fn put_back(&self, handle: Handle) -> bool {
         let mut table = self.table.lock();
-        let handle = claim.handle;
-        let place = &mut table.places[handle.place()];
-        if place.ended {
-            return Some(claim);
+        if table.places[handle.place()].ended {
+            return false;
         }
-        place.reading = None;
-        table.reading -= 1;
+        self.leave_reading(&mut table, handle);
         table.queued += 1;
         table.order.retain(|other| *other != handle);
         table.order.push_back(handle);
-        drop(table);
-        // Not under the lock: whoever gives a slot back may look for work.
-        drop(claim);
-        None
+        true
+    }
+
+    /// As [`Self::put_back`], of a read that was asked to give way.
+    pub(crate) fn gave_way(&self, handle: Handle) -> bool {
+        let asked = {
+            let table = self.table.lock();
+            table.place(handle).is_some_and(|place| place.way == Way::Asked)
+        };
+        asked && self.put_back(handle)
+    }
+
+    /// Asks one read to give way, if a get from somebody else waits long for what it holds: a thread,
+    /// or the turn of those who may not answer. Whoever holds it may have stopped.
+    /// [`Self::each_unwanted`] has it from then on.
+    pub(crate) fn make_way(&self, now: Instant) {
+        let mut table = self.table.lock();
+        let long = |since: Instant| now.duration_since(since) >= PATIENCE;
+        let waits = |job: &&Job<M>| {
+            let peer = &job.what.peer;
+            long(job.since) && peer.trust() != Trust::Failed && !peer.is_busy()
+        };
+        let mut queued = table.order.iter().filter_map(|handle| table.queued_job(*handle));
+        let Some(waiting) = queued.find(waits) else { return };
+        let is_suspect = |job: &Job<M>| job.what.peer.trust() != Trust::Good;
+        let for_turn = is_suspect(waiting) && table.suspect >= self.most_suspect;
+        if table.idle > 0 && !for_turn {
+            return;
+        }
+        let held = table.places.iter_mut().filter_map(|place| {
+            let Place { since: Some(since), ended: false, way: Way::Kept, job: Some(job), .. } =
+                place
+            else {
+                return None;
+            };
+            let fits = long(*since) && (is_suspect(job) || !for_turn);
+            fits.then_some((job.what.peer.busy(), now - *since, place))
+        });
+        if let Some((_, _, place)) = held.max_by_key(|(busy, age, _)| (*busy, *age)) {
+            place.way = Way::Asked;
+            if let Some(job) = &place.job {
+                job.what.peer.learn(Trust::Failed);
+            }
+            self.yielding.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// A place is being read no more.
+    fn leave_reading(&self, table: &mut Table<M>, handle: Handle) {
+        table.reading -= 1;
+        let place = &mut table.places[handle.place()];
+        (place.reading, place.since) = (None, None);
+        if place.way == Way::Asked {
+            place.way = Way::Given;
+            self.yielding.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether gets from anybody but `peer` are queued.
+    pub(crate) fn others_wait(&self, peer: &Arc<Peer>) -> bool {
+        let table = self.table.lock();
+        table.first(|what| !Arc::ptr_eq(&what.peer, peer)).is_some()
     }
 
     /// Takes a finished get out. `None` in its completer: somebody else told the token.
@@ -249,7 +322,7 @@ impl<M: Memory> Gets<M> {
         let mut table = self.table.lock();
         let unwanted = table.place(handle)?.ended;
         self.unwanted.fetch_sub(usize::from(unwanted), Ordering::Relaxed);
-        table.reading -= 1;
+        self.leave_reading(&mut table, handle);
         table.remove(handle)
     }
 
@@ -279,18 +352,22 @@ impl<M: Memory> Gets<M> {
         ended
     }
 
-    /// Hands each span to `interrupt` that is still being filled for a get that was ended.
+    /// Hands each span to `interrupt` that is still being filled for a get that was ended, or that
+    /// is to give way.
     pub(crate) fn each_unwanted(&self, interrupt: impl FnMut(Span)) {
         if self.has_unwanted() {
             let table = self.table.lock();
-            let unwanted = table.places.iter().filter(|place| place.ended && place.job.is_some());
+            let unwanted = table
+                .places
+                .iter()
+                .filter(|place| place.job.is_some() && (place.ended || place.way == Way::Asked));
             unwanted.filter_map(|place| place.reading).for_each(interrupt);
         }
     }
 
-    /// Whether a read goes on that nobody wants.
+    /// Whether a read goes on that should end.
     pub(crate) fn has_unwanted(&self) -> bool {
-        self.unwanted() > 0
+        self.unwanted() > 0 || self.yielding.load(Ordering::Relaxed) > 0
     }
 
     /// How many reads go on that nobody wants.
@@ -393,6 +470,7 @@ impl<M: Memory> Gets<M> {
         let len = table.queued_job(next)?.what.remote.len;
         let credit = self.receive.credits().take_or_starve()?;
         let claim = table.begin(next, self.receive.slot(credit, len));
+        table.places[next.place()].since = Some(Instant::now());
         let suspect = table.busy_with(&claim.what.peer);
         Some(Work::Read { claim, suspect })
     }
@@ -401,13 +479,15 @@ impl<M: Memory> Gets<M> {
 impl<M: Memory> Table<M> {
     fn insert(&mut self, job: Job<M>, reading: Option<Span>) -> Handle {
         let index = self.free.pop().unwrap_or_else(|| {
-            self.places.push(Place { generation: 0, reading, ended: false, job: None });
+            let (since, way) = (None, Way::Kept);
+            self.places.push(Place { generation: 0, reading, since, ended: false, way, job: None });
             self.places.len() as u32 - 1
         });
         let place = &mut self.places[index as usize];
         // Skips 0, so that no handle is 0.
         place.generation = place.generation.wrapping_add(1).max(1);
-        (place.reading, place.ended) = (reading, false);
+        (place.reading, place.since) = (reading, None);
+        (place.ended, place.way) = (false, Way::Kept);
         let handle = Handle(u64::from(place.generation) << 32 | u64::from(index));
         if let Some(completer) = &job.completer {
             completer.stands_for(handle.0);

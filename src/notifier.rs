@@ -66,6 +66,7 @@ impl<M: Memory> Core<M> {
             if now >= tend_at {
                 tend_at = now + NAP;
                 self.engine.tend();
+                self.gets.make_way(now);
                 self.watch_gets(&mut slow_get);
             }
             match (look, &hands) {

@@ -30,6 +30,8 @@ const SILENT_SHARE: u32 = 4;
 /// their turn; it doubles with each miss up to the second.
 const PROBE_FIRST: Duration = Duration::from_millis(50);
 const PROBE_MOST: Duration = Duration::from_secs(1);
+/// The most while no get of another peer waits: a real engine may be held up for seconds.
+const PROBE_ALONE: Duration = Duration::from_secs(10);
 /// How much longer a thread may take to say itself that its deadline has passed.
 const EXPIRY_GRACE: Duration = Duration::from_millis(20);
 
@@ -82,6 +84,14 @@ impl<M: Memory> Core<M> {
             Ok(Err((error, slot))) => (Err(error), slot),
             Err(_) => (Err(broken_engine("its read panicked")), None),
         };
+        // What the peer said, and what ended by itself, stands.
+        let ended = matches!(
+            read,
+            Err(Error::PeerFailed { .. } | Error::TimedOut | Error::Aborted | Error::Closed)
+        );
+        if ended && what.deadline > Instant::now() && self.gets.gave_way(handle) {
+            return;
+        }
         self.conclude(handle, &what, read, kept);
     }
 
@@ -168,8 +178,8 @@ impl<M: Memory> Core<M> {
     fn attempt(&self, claim: Claim<M>) {
         let Err(error) = self.probe(&claim.what) else { return self.perform(claim) };
         let again = matches!(error, Error::TimedOut) && claim.what.deadline > Instant::now();
-        let claim = if again { self.gets.put_back(claim) } else { Some(claim) };
-        if let Some(Claim { handle, what, slot }) = claim {
+        let Claim { handle, what, slot } = claim;
+        if !(again && self.gets.put_back(handle)) {
             self.conclude(handle, &what, Err(error), Some(slot));
         }
     }
@@ -180,7 +190,8 @@ impl<M: Memory> Core<M> {
         if *len == 0 && identity.is_none() {
             return Ok(()); // nothing will be read
         }
-        let given = (PROBE_FIRST * 2_u32.pow(what.peer.misses().min(8))).min(PROBE_MOST);
+        let most = if self.gets.others_wait(&what.peer) { PROBE_MOST } else { PROBE_ALONE };
+        let given = (PROBE_FIRST * 2_u32.pow(what.peer.misses().min(8))).min(most);
         let until = what.deadline.min(Instant::now() + given);
         let probed = catch_unwind(AssertUnwindSafe(|| self.engine.connect(peer, until)))
             .unwrap_or_else(|_| Err(broken_engine("its connect panicked")));

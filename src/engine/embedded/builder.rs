@@ -64,7 +64,7 @@ pub(super) struct Patience {
 
 impl Default for Patience {
     fn default() -> Self {
-        Self { connect: Duration::from_secs(5), stall: Duration::from_secs(30) }
+        Self { connect: Duration::from_secs(10), stall: Duration::from_secs(30) }
     }
 }
 
@@ -131,7 +131,7 @@ impl EmbeddedBuilder {
         self
     }
 
-    /// How long connecting to a peer may take, on each try; 5 s by default. An address that swallows
+    /// How long connecting to a peer may take, on each try; 10 s by default. An address that swallows
     /// everything is then [`Error::PeerFailed`] long before a get's own deadline.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.patience.connect = timeout;
@@ -178,7 +178,7 @@ impl EmbeddedBuilder {
         let (control, data) = listeners.addresses()?;
         let host = match advertised {
             Some(advertised) => check_host(advertised.host)?.to_owned(),
-            None => own_host(control.ip())?,
+            None => own_host(&self.listen, control.ip())?,
         };
         let (control_port, data_port) =
             advertised.map_or((None, None), |told| (told.control_port, told.data_port));
@@ -280,10 +280,12 @@ fn check_host(host: &str) -> Result<&str> {
     Ok(host)
 }
 
-/// The host by which peers reach an engine that listens on `ip`.
-fn own_host(ip: IpAddr) -> Result<String> {
+/// The host by which peers reach an engine that was told to listen at `listen`, which is `ip`.
+fn own_host(listen: &str, ip: IpAddr) -> Result<String> {
     if !ip.is_unspecified() {
-        return Ok(ip.to_string());
+        // Without its zone an address of one link leads nowhere.
+        let zone = Address::parse(listen).ok().and_then(|address| address.host.split_once('%'));
+        return Ok(zone.map_or_else(|| ip.to_string(), |(_, zone)| format!("{ip}%{zone}")));
     }
     let system = uname();
     let name = system.nodename().to_string_lossy();
