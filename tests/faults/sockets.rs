@@ -1,0 +1,113 @@
+//! Ports and connections: few, one's own, and none left behind.
+
+use std::{collections::HashSet, thread};
+
+use mooncake_relay::Config;
+use serde_json::json;
+
+use crate::{
+    common::{
+        place::Net,
+        sockets::{State, ports_of},
+    },
+    on::{On, cases, metadata_of},
+};
+
+cases! {
+    Processes:
+        e1_five_thousand_transfers_fit_in_a_hundred_ports = 600,
+        e5_fifty_peers_that_start_at_once_are_reached_each_by_its_own_ports = 300;
+    Nothing:
+        e5_a_port_that_somebody_has_beside_ours_does_no_harm;
+}
+
+fn e1_five_thousand_transfers_fit_in_a_hundred_ports(on: &On) {
+    const TRANSFERS: u64 = 2500; // each way
+    let Some(net) = Net::new() else { return };
+    if net.choose_ports(40_000, 40_099).is_none() {
+        return;
+    }
+    let (a, b) = (on.peer_in(&net, &[]), on.peer_in(&net, &[]));
+    a.works_with(&b);
+    b.works_with(&a);
+    let warm = [&a, &b].map(|peer| peer.descriptors());
+    thread::scope(|scope| {
+        for (from, to) in [(&a, &b), (&b, &a)] {
+            scope.spawn(move || {
+                for seed in 0..TRANSFERS {
+                    let sent = from.put(json!({"size": seed % 7000, "seed": seed}));
+                    let got = to.get(&sent.metadata);
+                    assert_eq!(got["sha256"], *sent.sha256, "{got}");
+                    let ended = from.wait(sent.tag);
+                    assert_eq!(ended["ok"], true, "{ended}");
+                }
+            });
+        }
+    });
+    let waiting = net.count(State::TimeWait);
+    assert!(waiting < 10, "{waiting} connections were closed, and block their ports");
+    for (peer, warm) in [&a, &b].into_iter().zip(warm) {
+        // One lane more each way, since both ways were busy at once.
+        assert!(peer.descriptors() <= warm + 4, "{} descriptors, not {warm}", peer.descriptors());
+    }
+}
+
+fn e5_fifty_peers_that_start_at_once_are_reached_each_by_its_own_ports(on: &On) {
+    const PEERS: usize = 50;
+    let mut peers: Vec<_> = thread::scope(|scope| {
+        let starting: Vec<_> = (0..PEERS)
+            .map(|_| scope.spawn(|| on.peer(&["--slot-size", "4096", "--wait", "park"])))
+            .collect();
+        starting.into_iter().map(|peer| peer.join().unwrap()).collect()
+    });
+    let ports: HashSet<_> =
+        peers.iter().map(|peer| ports_of(peer.pid())).flat_map(|(a, b)| [a, b]).collect();
+    assert_eq!(ports.len(), 2 * PEERS);
+    let names: HashSet<_> = peers.iter().map(|peer| peer.session_id().to_owned()).collect();
+    assert_eq!(names.len(), PEERS);
+
+    // All puts are open at once, so that one who is asked for another's has none of that name.
+    let receiver = on.relay(&Config::default().with_slot_size(4096));
+    let sent: Vec<_> = peers
+        .iter()
+        .enumerate()
+        .map(|(n, peer)| peer.put(json!({"size": 99, "fill": n})))
+        .collect();
+    for (n, sent) in sent.iter().enumerate() {
+        let got = receiver.get(&metadata_of(sent)).unwrap().wait().unwrap();
+        assert_eq!(got[..], [n as u8; 99]);
+    }
+    for (peer, sent) in peers.drain(..).zip(sent) {
+        assert_eq!(peer.wait(sent.tag)["ok"], true);
+    }
+}
+
+#[cfg(feature = "embedded")]
+fn e5_a_port_that_somebody_has_beside_ours_does_no_harm(_: &On) {
+    use std::{net::TcpListener, sync::Arc};
+
+    use mooncake_relay::{EmbeddedEngine, Error};
+
+    use crate::on::AtRest;
+
+    let config = Config::default().with_slot_size(4096);
+    let relay = |listen: &str| {
+        EmbeddedEngine::bind(listen).map(|engine| AtRest::new(Arc::new(engine), &config))
+    };
+    // The port after the one we name is taken; before it is found, those that we name may be.
+    let beside = loop {
+        let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+        let port = taken.local_addr().unwrap().port() - 1;
+        match relay(&format!("127.0.0.1:{port}")) {
+            Ok(relay) => break (relay, taken),
+            Err(Error::Io(error)) => assert_eq!(error.kind(), std::io::ErrorKind::AddrInUse),
+            Err(other) => panic!("{other:?}"),
+        }
+    };
+    let other = relay("127.0.0.1:0").unwrap();
+    beside.0.works_with(&other);
+    other.works_with(&beside.0);
+}
+
+#[cfg(not(feature = "embedded"))]
+fn e5_a_port_that_somebody_has_beside_ours_does_no_harm(_: &On) {}
