@@ -204,7 +204,7 @@ impl<M: Memory> Core<M> {
             self.bell().ring();
         }
         self.tokens.backlog.flush();
-        self.interrupt_unwanted();
+        self.interrupt_reads();
         let ticks = self.ticks(now);
         if ticks < self.next_timer.load(Ordering::Relaxed) {
             return;
@@ -215,12 +215,11 @@ impl<M: Memory> Core<M> {
         fence(Ordering::SeqCst);
         let is_due = |seen: &Seen| !seen.quarantined && seen.lease_ends <= ticks;
         let any_due = self.puts.each().any(|seen| is_due(&seen));
-        let heard = match any_due && !looked {
-            true => self.heard_until(ticks, awaited),
-            false => {
-                *awaited = None;
-                ticks
-            }
+        let heard = if any_due && !looked {
+            self.heard_until(ticks, awaited)
+        } else {
+            *awaited = None;
+            ticks
         };
         if self.end_puts(|seen| seen.lease_ends <= heard, || Error::TimedOut) > 0 {
             // A driver may sleep until it hears of its own put.
@@ -237,7 +236,7 @@ impl<M: Memory> Core<M> {
     }
 
     /// Up to when all that came has been heard, where a driver may hold the engine: a lease that ended
-    /// later is not over yet, since its acknowledgement may lie there.
+    /// later is not over yet, since its acknowledgement may lie there. 0: no lease is over.
     fn heard_until(&self, ticks: u64, awaited: &mut Option<Awaited>) -> u64 {
         if let Some(_hands) = self.driving.try_lock() {
             self.look();
@@ -281,7 +280,7 @@ impl<M: Memory> Core<M> {
         let now = Instant::now();
         let mut wake = now + NAP;
         let waits = self.puts.quarantined() > 0 || !self.tokens.backlog.is_empty();
-        if waits || self.gets.has_unwanted() {
+        if waits || self.gets.any_to_interrupt() {
             wake = now + TICK;
         }
         if look == Look::Error {

@@ -27,7 +27,7 @@ const RETRY_MOST: Duration = Duration::from_secs(1);
 /// The pause is this many times as long as the try that failed, at least.
 const SILENT_SHARE: u32 = 4;
 /// How long a peer that has not answered may take to be connected to, before the gets of others have
-/// their turn; it doubles with each miss up to the second.
+/// their turn; it doubles with each miss up to `PROBE_MOST`.
 const PROBE_FIRST: Duration = Duration::from_millis(50);
 const PROBE_MOST: Duration = Duration::from_secs(1);
 /// The most while no get of another peer waits: a real engine may be held up for seconds.
@@ -84,12 +84,12 @@ impl<M: Memory> Core<M> {
             Ok(Err((error, slot))) => (Err(error), slot),
             Err(_) => (Err(broken_engine("its read panicked")), None),
         };
-        // What the peer said, and what ended by itself, stands.
-        let ended = matches!(
+        // Bytes stand, and a peer's answer. An engine says one of these of a read that was interrupted.
+        let may_be_interrupted = matches!(
             read,
             Err(Error::PeerFailed { .. } | Error::TimedOut | Error::Aborted | Error::Closed)
         );
-        if ended && what.deadline > Instant::now() && self.gets.gave_way(handle) {
+        if may_be_interrupted && what.deadline > Instant::now() && self.gets.gave_way(handle) {
             return;
         }
         self.conclude(handle, &what, read, kept);
@@ -122,7 +122,7 @@ impl<M: Memory> Core<M> {
         let ended = self.gets.end(which);
         let count = ended.len();
         if count > 0 {
-            self.interrupt_unwanted();
+            self.interrupt_reads();
             // A read that had not begun yet is asked again.
             self.wake_notifier_by(self.ticks(Instant::now()));
         }
@@ -145,9 +145,9 @@ impl<M: Memory> Core<M> {
         self.end_gets(late, || Error::TimedOut);
     }
 
-    /// Asks the engine to end what it reads for gets that were ended.
-    pub(crate) fn interrupt_unwanted(&self) {
-        self.gets.each_unwanted(|span| self.engine.interrupt(span));
+    /// Asks the engine to end what it reads for gets that are over, or that are to give way.
+    pub(crate) fn interrupt_reads(&self) {
+        self.gets.each_to_interrupt(|span| self.engine.interrupt(span));
     }
 
     /// A transfer thread's life.

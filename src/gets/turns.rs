@@ -1,0 +1,249 @@
+//! What a transfer thread does next, and who gives way to whom.
+//!
+//! Peers that have answered come first. Those that have not, or failed last time, are *suspects*: with
+//! two or more threads they hold all but one, and each of them one at the most.
+
+use std::{
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use super::{Claim, Gets, Handle, Job, Place, Table, What};
+use crate::{
+    identity::Note,
+    memory::Memory,
+    peers::{Peer, Trust},
+    sync::atomic::Ordering,
+};
+
+/// A notification that is still owed.
+pub(crate) struct Tell {
+    pub(crate) what: What,
+    pub(crate) note: Note,
+    /// The kind of the error that it tells of.
+    pub(crate) reason: Option<&'static str>,
+    pub(crate) until: Instant,
+    pub(crate) attempts: u32,
+}
+
+/// What a transfer thread does next.
+pub(crate) enum Work<M: Memory> {
+    /// Read it; then [`Gets::release`] with `suspect`.
+    Read { claim: Claim<M>, suspect: bool },
+    /// Send it; then likewise.
+    Tell { tell: Tell, suspect: bool },
+    /// The relay closes.
+    End,
+}
+
+/// Whether a read has made room for others. It does so once, so that it ends one day however many
+/// others come.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Way {
+    /// Nobody has asked it.
+    Kept,
+    /// It was asked, and goes on.
+    Asked,
+    /// It was asked, and has ended; it is queued again, or being read for the second time.
+    Given,
+}
+
+/// How long reads may hold every thread while a get from somebody else waits.
+const HELD_LONG: Duration = Duration::from_millis(500);
+
+/// Beyond this many, notifications that could not be delivered are given up.
+const MOST_TELLS: usize = 1024;
+
+impl<M: Memory> Gets<M> {
+    /// Waits for work.
+    pub(crate) fn next(&self) -> Work<M> {
+        let mut table = self.table.lock();
+        loop {
+            if table.closed {
+                return Work::End;
+            }
+            let now = Instant::now();
+            if let Some(work) = self.pick(&mut table, now) {
+                return work;
+            }
+            table.idle += 1;
+            match table.tells.iter().map(|(due, _)| *due).filter(|due| *due > now).min() {
+                Some(due) => drop(self.work.wait_until(&mut table, due)),
+                None => self.work.wait(&mut table),
+            }
+            table.idle -= 1;
+        }
+    }
+
+    /// The worker that had this peer is done with it.
+    pub(crate) fn release(&self, was_suspect: bool, peer: &Peer) {
+        let mut table = self.table.lock();
+        peer.end();
+        table.suspect -= usize::from(was_suspect);
+        // Gets of that peer, or of another suspect, may have waited for this.
+        if table.idle > 0 && !table.order.is_empty() {
+            // A peer that has proven itself opens the way for all its gets.
+            let most = if was_suspect { table.idle } else { 1 };
+            for _ in 0..most {
+                self.work.notify_one();
+            }
+        }
+    }
+
+    /// Queues a claimed get again, behind the others. False: somebody has ended it. Its slot is the
+    /// caller's to drop, afterwards.
+    pub(crate) fn put_back(&self, handle: Handle) -> bool {
+        let mut table = self.table.lock();
+        if table.places[handle.place()].ended {
+            return false;
+        }
+        self.leave_reading(&mut table, handle);
+        table.queued += 1;
+        // Its old place in the order may still be there, and would count again.
+        table.order.retain(|other| *other != handle);
+        table.order.push_back(handle);
+        true
+    }
+
+    /// As [`Self::put_back`], of a read that was asked to give way.
+    pub(crate) fn gave_way(&self, handle: Handle) -> bool {
+        let asked = {
+            let table = self.table.lock();
+            table.place(handle).is_some_and(|place| place.way == Way::Asked)
+        };
+        asked && self.put_back(handle)
+    }
+
+    /// Asks one read to give way, if a get from somebody else waits long for what it holds: a thread,
+    /// or the turn of those who may not answer. Whoever holds it may have stopped.
+    /// [`Self::each_to_interrupt`] has it from then on.
+    pub(crate) fn make_way(&self, now: Instant) {
+        let mut table = self.table.lock();
+        let long = |since: Instant| now.duration_since(since) >= HELD_LONG;
+        let waits = |job: &&Job<M>| {
+            let peer = &job.what.peer;
+            long(job.since) && peer.trust() != Trust::Failed && !peer.is_busy()
+        };
+        let mut queued = table.order.iter().filter_map(|handle| table.queued_job(*handle));
+        let Some(waiting) = queued.find(waits) else { return };
+        let is_suspect = |job: &Job<M>| job.what.peer.trust() != Trust::Good;
+        let for_turn = is_suspect(waiting) && table.suspect >= self.most_suspect;
+        if table.idle > 0 && !for_turn {
+            return;
+        }
+        let held = table.places.iter_mut().filter_map(|place| {
+            let Place { since: Some(since), ended: false, way: Way::Kept, job: Some(job), .. } =
+                place
+            else {
+                return None;
+            };
+            let fits = long(*since) && (is_suspect(job) || !for_turn);
+            fits.then_some((job.what.peer.busy(), now - *since, place))
+        });
+        if let Some((_, _, place)) = held.max_by_key(|(busy, age, _)| (*busy, *age)) {
+            place.way = Way::Asked;
+            if let Some(job) = &place.job {
+                // Else it would have the next turn, too.
+                job.what.peer.learn(Trust::Failed);
+            }
+            self.yielding.fetch_add(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Whether gets from anybody but `peer` are queued.
+    pub(crate) fn others_wait(&self, peer: &Arc<Peer>) -> bool {
+        let table = self.table.lock();
+        table.first(|what| !Arc::ptr_eq(&what.peer, peer)).is_some()
+    }
+
+    /// Owes a notification, first tried at `due`. False: too many are owed already.
+    pub(crate) fn tell(&self, due: Instant, tell: Tell) -> bool {
+        let mut table = self.table.lock();
+        if table.closed || table.tells.len() >= MOST_TELLS {
+            return false;
+        }
+        table.tells.push_back((due, tell));
+        if table.idle > 0 {
+            self.work.notify_one();
+        }
+        true
+    }
+
+    /// Nothing is told to `peer` before `due`.
+    pub(crate) fn postpone(&self, peer: &Arc<Peer>, due: Instant) {
+        let mut table = self.table.lock();
+        for (at, _) in table.tells.iter_mut().filter(|(_, tell)| Arc::ptr_eq(&tell.what.peer, peer))
+        {
+            *at = due.max(*at);
+        }
+    }
+
+    /// A receive slot came back while somebody wanted one.
+    pub(crate) fn slot_returned(&self) {
+        let _table = self.table.lock();
+        // All: one that is woken may find that its get was claimed by a caller.
+        self.work.notify_all();
+    }
+
+    /// A place is being read no more.
+    pub(super) fn leave_reading(&self, table: &mut Table<M>, handle: Handle) {
+        table.reading -= 1;
+        let place = &mut table.places[handle.place()];
+        (place.reading, place.since) = (None, None);
+        if place.way == Way::Asked {
+            place.way = Way::Given;
+            self.yielding.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+
+    /// Who waits for a read comes before a note to somebody who may never answer.
+    fn pick(&self, table: &mut Table<M>, now: Instant) -> Option<Work<M>> {
+        let good = |_: &Table<M>, peer: &Peer| peer.trust() == Trust::Good;
+        let may = |table: &Table<M>, peer: &Peer| {
+            good(table, peer) || (table.suspect < self.most_suspect && !peer.is_busy())
+        };
+        let unfailed =
+            |table: &Table<M>, peer: &Peer| peer.trust() != Trust::Failed && may(table, peer);
+        self.pick_tell(table, now, good)
+            .or_else(|| self.pick_read(table, unfailed))
+            .or_else(|| self.pick_tell(table, now, may))
+            .or_else(|| self.pick_read(table, may))
+    }
+
+    fn pick_tell(
+        &self,
+        table: &mut Table<M>,
+        now: Instant,
+        may: impl Fn(&Table<M>, &Peer) -> bool,
+    ) -> Option<Work<M>> {
+        let due = |(due, tell): &(Instant, Tell)| *due <= now && may(table, &tell.what.peer);
+        let index = table.tells.iter().position(due)?;
+        let (_, tell) = table.tells.remove(index)?;
+        let suspect = table.busy_with(&tell.what.peer);
+        Some(Work::Tell { tell, suspect })
+    }
+
+    fn pick_read(
+        &self,
+        table: &mut Table<M>,
+        may: impl Fn(&Table<M>, &Peer) -> bool,
+    ) -> Option<Work<M>> {
+        let next = table.first(|what| may(table, &what.peer))?;
+        let len = table.queued_job(next)?.what.remote.len;
+        let credit = self.receive.credits().take_or_starve()?;
+        let claim = table.begin(next, self.receive.slot(credit, len));
+        table.places[next.place()].since = Some(Instant::now());
+        let suspect = table.busy_with(&claim.what.peer);
+        Some(Work::Read { claim, suspect })
+    }
+}
+
+impl<M: Memory> Table<M> {
+    /// Enters a thread that is busy with `peer`; whether it counts against the suspects.
+    fn busy_with(&mut self, peer: &Peer) -> bool {
+        let suspect = peer.trust() != Trust::Good;
+        peer.begin();
+        self.suspect += usize::from(suspect);
+        suspect
+    }
+}
