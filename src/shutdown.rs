@@ -98,7 +98,7 @@ impl Shutdown {
 /// on by itself: it keeps the core, hence the pages, until the engine has let go.
 fn let_go<M: Memory>(core: &Arc<Core<M>>, spans: Vec<Span>, until: Instant) -> usize {
     let all = spans.len();
-    let (tx, let_go) = unbounded();
+    let (tx, rx) = unbounded();
     let closer = {
         let (core, spans) = (Arc::clone(core), spans.clone());
         let body = move || rid_of(core, &spans, until, tx);
@@ -107,11 +107,12 @@ fn let_go<M: Memory>(core: &Arc<Core<M>>, spans: Vec<Span>, until: Instant) -> u
         catch_unwind(AssertUnwindSafe(|| named.spawn(body)))
     };
     let Ok(Ok(closer)) = closer else {
-        let (tx, let_go) = unbounded();
+        // Late is better than never: the engine is asked here, for as long as it takes.
+        let (tx, rx) = unbounded();
         rid_of(Arc::clone(core), &spans, until, tx);
-        return all - let_go.try_iter().count();
+        return all - rx.try_iter().count();
     };
-    let (freed, ended) = count_until(&let_go, until);
+    let (freed, ended) = count_until(&rx, until);
     if ended {
         // A panic was caught and told before.
         let _ = closer.join();
@@ -124,7 +125,7 @@ fn let_go<M: Memory>(core: &Arc<Core<M>>, spans: Vec<Span>, until: Instant) -> u
     all - freed
 }
 
-/// Says of each span that it is free.
+/// Has the engine let go of `spans` and stop; sends a message for each span that is free.
 fn rid_of<M: Memory>(core: Arc<Core<M>>, spans: &[Span], until: Instant, freed: Sender<()>) {
     let engine = &core.engine;
     let mut kept = false;

@@ -1,7 +1,7 @@
 //! Memory that the system must not swap out.
 #![allow(unsafe_code)] // asks the system to lock pages
 
-use std::fs;
+use std::{fs, io};
 
 use rustix::{
     io::Errno,
@@ -60,7 +60,7 @@ fn refused(needed: usize, errno: Errno) -> Error {
             "{needed} bytes of memory are to be locked, and {allowed}: {}. Raise the limit (`ulimit \
              -l`, or memlock in limits.conf or the container), give the process CAP_IPC_LOCK, \
              configure fewer credits or smaller slots, or do not lock",
-            std::io::Error::from(errno)
+            io::Error::from(errno)
         ),
     )
 }

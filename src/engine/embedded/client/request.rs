@@ -3,7 +3,7 @@
 use std::{
     net::SocketAddr,
     sync::{Arc, atomic::Ordering},
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use tracing::debug;
@@ -147,25 +147,27 @@ impl Client {
                     return Ok(socket);
                 }
                 Err(fault) => {
-                    let limit = self.patience.connect;
-                    let fault = match fault {
-                        Fault::Deadline | Fault::NotConnected(_)
-                            if peer.unanswered(now.elapsed(), limit) =>
-                        {
-                            Fault::NotConnected(limit)
-                        }
-                        Fault::Os(_) => {
-                            peer.answered();
-                            fault
-                        }
-                        fault => fault,
-                    };
+                    let fault = self.connect_failed(peer, now.elapsed(), fault);
                     failed = fault.error(name, &format!("connecting to {address}"));
                 }
             }
         }
         // A call that was ended sees it as a failed connect.
         operation.release().and(Err(failed))
+    }
+
+    /// What a connect that failed after `waited` says of the peer: several that were given little time
+    /// say in the end what one says that was given our patience.
+    fn connect_failed(&self, peer: &Peer, waited: Duration, fault: Fault) -> Fault {
+        let limit = self.patience.connect;
+        match fault {
+            Fault::Os(_) => peer.answered(),
+            Fault::Deadline | Fault::NotConnected(_) if peer.unanswered(waited, limit) => {
+                return Fault::NotConnected(limit);
+            }
+            _ => {}
+        }
+        fault
     }
 
     fn open(&self, address: SocketAddr) -> Result<Socket, Fault> {
