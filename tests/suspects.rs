@@ -128,6 +128,54 @@ fn a_peer_that_answers_late_is_tried_again_and_read() {
     });
 }
 
+/// The most that peers of these names, which never answer, are given for an answer.
+fn most_given(names: &[&str]) -> Duration {
+    /// Enough for each to reach the most.
+    const TRIES: usize = 24;
+    let (_, a) = relay(&small());
+    let (engine, b) = relay(&small());
+    let given: Arc<Mutex<Vec<Duration>>> = Arc::default();
+    let (go, may_go) = unbounded::<()>();
+    {
+        let given = Arc::clone(&given);
+        engine.on_connect(move |_, peer, deadline| {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let _ = may_go.recv(); // until all are queued
+            let mut given = given.lock().unwrap();
+            if given.len() == TRIES {
+                return Err(Error::PeerFailed {
+                    peer: peer.to_owned(),
+                    reason: "enough".to_owned(),
+                });
+            }
+            given.push(left);
+            Err(Error::TimedOut) // as if that time had passed
+        });
+    }
+    let (metadata, _put) = put(&a);
+    let (tx, rx) = unbounded();
+    for name in names {
+        b.get(&moved_to(name, &metadata)).unwrap().attach(&tx, 0);
+    }
+    drop(go);
+    for _ in names {
+        assert!(matches!(rx.recv().unwrap().result, Err(Error::PeerFailed { .. })));
+    }
+    let given = given.lock().unwrap();
+    assert!(given[0] <= Duration::from_millis(50), "{given:?}");
+    given.iter().copied().max().unwrap()
+}
+
+#[test]
+fn a_peer_that_does_not_answer_is_given_more_time_while_nobody_else_waits() {
+    within(WATCHDOG, || {
+        let [second, ten] = [1, 10].map(Duration::from_secs);
+        let alone = most_given(&["silent"]);
+        assert!(second < alone && alone <= ten, "{alone:?}");
+        assert!(most_given(&["silent-1", "silent-2"]) <= second);
+    });
+}
+
 #[test]
 fn a_get_whose_peer_never_answers_ends_at_its_own_deadline_and_keeps_no_slot() {
     within(WATCHDOG, || {

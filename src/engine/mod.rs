@@ -152,8 +152,9 @@ pub trait Engine: Send + Sync + 'static {
     /// does nothing.
     ///
     /// A relay's transfer threads call it before they read from a peer that has not answered yet or
-    /// failed last time, with a `deadline` that is never more than a second away: a peer that does
-    /// not answer by then must not keep the gets of others waiting.
+    /// failed last time. The `deadline` is 50 ms away at first, and with each miss twice that: up to a
+    /// second while gets from others wait, which a peer that does not answer must not keep waiting,
+    /// and up to ten seconds while none does.
     ///
     /// # Errors
     ///
@@ -253,8 +254,12 @@ pub trait Engine: Send + Sync + 'static {
         self.retract(slot)
     }
 
-    /// Nobody wants the read any more that fills `span`: it may end at once, with any error. Never
-    /// blocks; asked again until the read has returned. By default the read goes on.
+    /// The read that fills `span` is wanted no more, or is to give way to the gets of others: it may
+    /// end at once. Never blocks; asked again until the read has returned. By default the read goes on.
+    ///
+    /// A read that was to give way begins anew later if it ends with [`Aborted`](crate::Error::Aborted),
+    /// [`TimedOut`](crate::Error::TimedOut), [`PeerFailed`](crate::Error::PeerFailed) or
+    /// [`Closed`](crate::Error::Closed); any other error ends its get.
     ///
     /// Called under a lock of the relay's: it must not drop a [`LocalBuffer`].
     fn interrupt(&self, span: Span) {

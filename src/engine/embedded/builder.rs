@@ -131,8 +131,11 @@ impl EmbeddedBuilder {
         self
     }
 
-    /// How long connecting to a peer may take, on each try; 10 s by default. An address that swallows
-    /// everything is then [`Error::PeerFailed`] long before a get's own deadline.
+    /// How long nothing may answer when a peer is connected to, in one try or in several short ones
+    /// together; 10 s by default.
+    ///
+    /// An address that swallows everything is then [`Error::PeerFailed`], long before a get's own
+    /// deadline.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.patience.connect = timeout;
         self
