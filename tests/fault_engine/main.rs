@@ -1,13 +1,16 @@
-//! The test kit's own tests: each fault does what its name says.
+//! The fault-injecting engine's own tests: each fault does what its name says.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
+#[path = "../common/mod.rs"]
 mod common;
+mod notes;
+mod reads;
 
 use std::{
     collections::BTreeSet,
     sync::{
         Arc,
-        atomic::{AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicU32, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -15,13 +18,12 @@ use std::{
 
 use mooncake_relay::{
     Config, Engine, Error, Event, Instance, Metadata, Notification, Publication, Relay, Retracted,
-    Slot, Tensor, Token, internal::Sleeper,
+    Slot, Tensor, Token,
 };
 use parking_lot::Mutex;
 
 use crate::common::{
     Random, eventually,
-    faults::odd_notes,
     hooked::{Call, Hooked, refused},
     within,
 };
@@ -83,36 +85,6 @@ fn heard(engine: &Hooked) -> Vec<String> {
     };
     engine.poll(&mut hear).unwrap();
     names
-}
-
-/// `call` wakes whoever sleeps until an event comes.
-#[track_caller]
-fn assert_rings(engine: &Hooked, call: impl FnOnce()) {
-    let bell = engine.doorbell().unwrap();
-    let ticket = bell.arm(Sleeper::Notifier);
-    call();
-    assert_ne!(bell.ticket(), ticket);
-}
-
-/// What a buffer held before a read and after it.
-type Buffers = Arc<Mutex<Vec<(Vec<u8>, Vec<u8>)>>>;
-
-/// The buffers of the reads that begin from now on.
-fn watch_buffers(engine: &Hooked) -> Buffers {
-    let seen = Arc::new(Mutex::new(Vec::new()));
-    let see = Arc::clone(&seen);
-    engine.on_read(move |next, remote, local, deadline| {
-        let before = local.bytes().unwrap().to_vec();
-        let read = next.read(remote, local, deadline);
-        let buffer = match &read {
-            Ok(filled) => Some(&filled.buffer),
-            Err(failed) => failed.buffer.as_ref(),
-        };
-        let after = buffer.map_or_else(Vec::new, |buffer| buffer.bytes().unwrap().to_vec());
-        see.lock().push((before, after));
-        read
-    });
-    seen
 }
 
 fn publications(engine: &Hooked) -> Arc<Mutex<Vec<Publication>>> {
@@ -273,61 +245,6 @@ fn the_calls_that_fail_are_those_meant_and_a_read_hands_its_buffer_back() {
 }
 
 #[test]
-fn a_read_that_breaks_off_has_filled_the_first_half() {
-    within(WATCHDOG, || {
-        let (_, a, to, b) = pair();
-        to.break_off(..1, || Error::TimedOut);
-        let buffers = watch_buffers(&to);
-        let (metadata, _token) = put(&a);
-        assert_eq!(get(&b, &metadata), Err("TimedOut"));
-        let (before, after) = &buffers.lock()[0];
-        assert_eq!(after[..8], BYTES[..8]);
-        assert_eq!(after[8..], before[8..]);
-        assert_ne!(after[8..], BYTES[8..]);
-        assert_eq!(b.health().receive_free, 1);
-    });
-}
-
-#[test]
-fn a_flipped_byte_is_delivered_and_a_flipped_stamp_is_stale() {
-    within(WATCHDOG, || {
-        let (_, a, to, b) = pair();
-        let (metadata, _token) = put(&a);
-        to.flip_stamp(1..=1).flip(..1);
-        // No stamp can tell that an engine delivers other bytes than it read.
-        let wrong = get(&b, &metadata).unwrap();
-        assert_eq!((wrong[0], &wrong[1..]), (BYTES[0] ^ 1, &BYTES[1..]));
-
-        to.ranges_only();
-        let (metadata, token) = put(&a);
-        assert_eq!(get(&b, &metadata), Err("Stale"));
-        assert_eq!(get(&b, &metadata).unwrap(), BYTES);
-        token.wait().unwrap();
-    });
-}
-
-#[test]
-fn an_engine_that_knows_ranges_only_leaves_the_proof_to_the_stamp() {
-    within(WATCHDOG, || {
-        let (_, a, to, b) = pair();
-        let lens = Arc::new(Mutex::new(Vec::new()));
-        let seen = Arc::clone(&lens);
-        to.on_read(move |next, remote, local, deadline| {
-            assert!(remote.identity.is_none());
-            seen.lock().push(remote.len);
-            next.read(remote, local, deadline)
-        });
-        to.ranges_only();
-        let (metadata, token) = put(&a);
-        assert_eq!(get(&b, &metadata).unwrap(), BYTES);
-        token.wait().unwrap();
-        assert_eq!(*lens.lock(), [16, 8]);
-        // The range is closed.
-        assert_eq!(get(&b, &metadata), Err("Rejected"));
-    });
-}
-
-#[test]
 fn an_engine_that_knows_no_readers_goes_on_serving_what_has_ended() {
     within(WATCHDOG, || {
         let (from, a, to, b) = pair();
@@ -397,112 +314,6 @@ fn a_hanging_call_keeps_no_deadline_and_goes_on_when_its_gate_is_dropped() {
             ends.join().unwrap();
         });
         assert_eq!(from.registered(), 0);
-    });
-}
-
-#[test]
-fn a_buffer_that_is_still_written_comes_back_when_the_gate_is_opened() {
-    within(WATCHDOG, || {
-        let (_, a, to, b) = pair();
-        let gate = to.keep_writing();
-        let buffers = watch_buffers(&to);
-        let (metadata, _token) = put(&a);
-        let token = b.get_timeout(&metadata, Duration::from_millis(500)).unwrap();
-        assert!(matches!(token.wait(), Err(Error::TimedOut)));
-        gate.entered(1);
-        eventually(1, || b.health().counters.relay.buffers_kept);
-        assert_eq!(b.health().receive_free, 0);
-        let (metadata, _token) = put(&a);
-        let next = b.get(&metadata).unwrap();
-        gate.open();
-        // The slot that was written to is the only one.
-        assert_eq!(next.wait().unwrap()[..], BYTES);
-        let (before, _) = &buffers.lock()[1];
-        assert!(before[0] != 0 && before.iter().all(|byte| *byte == before[0]), "{before:?}");
-        assert_eq!(b.health().receive_free, 1);
-    });
-}
-
-#[test]
-fn a_gate_that_outlives_its_engine_has_no_thread_left() {
-    within(WATCHDOG, || {
-        let (_, a, to, b) = pair();
-        let gate = to.keep_writing();
-        let (metadata, _token) = put(&a);
-        let token = b.get_timeout(&metadata, Duration::from_millis(500)).unwrap();
-        assert!(matches!(token.wait(), Err(Error::TimedOut)));
-        drop((a, b, to));
-        assert!(gate.is_open());
-        drop(gate);
-    });
-}
-
-#[test]
-fn notes_are_dropped_or_doubled() {
-    let (from, to) = (started(), started());
-    from.drop_notes(1..3);
-    (0..4).for_each(|n| tell(&from, &to, n).unwrap());
-    assert_eq!(heard(&to), ["0", "3"]);
-    from.double_notes();
-    tell(&from, &to, 4).unwrap();
-    assert_eq!(heard(&to), ["4", "4"]);
-}
-
-#[test]
-fn notes_are_held_until_released() {
-    within(WATCHDOG, || {
-        let (from, to) = (started(), started());
-        let gate = to.hold_notes();
-        (0..2).for_each(|n| tell(&from, &to, n).unwrap());
-        assert!(heard(&to).is_empty());
-        gate.entered(2);
-        assert_rings(&to, || gate.open());
-        tell(&from, &to, 2).unwrap();
-        assert_eq!(heard(&to), ["0", "1", "2"]);
-
-        let (from, a, _, b) = pair();
-        let gate = from.hold_notes();
-        let (metadata, token) = put(&a);
-        assert_eq!(get(&b, &metadata).unwrap(), BYTES);
-        gate.entered(1);
-        assert!(!token.is_done());
-        gate.open();
-        token.wait().unwrap();
-    });
-}
-
-#[test]
-fn notes_are_reported_in_reverse_by_pairs() {
-    let (from, to) = (started(), started());
-    to.reverse_notes();
-    (0..5).for_each(|n| tell(&from, &to, n).unwrap());
-    assert_eq!(heard(&to), ["1", "0", "3", "2"]);
-    tell(&from, &to, 5).unwrap();
-    assert_eq!(heard(&to), ["5", "4"]);
-}
-
-#[test]
-fn notes_that_nobody_sent_and_odd_ones_are_reported_and_a_relay_bears_them() {
-    within(WATCHDOG, || {
-        let to = started();
-        assert_rings(&to, || to.inject_note(note(0)));
-        assert_eq!(heard(&to), ["0"]);
-        assert!(heard(&to).is_empty());
-
-        let (from, a, _, b) = pair();
-        let odd = odd_notes();
-        let heard = Arc::new(AtomicUsize::new(0));
-        let hear = Arc::clone(&heard);
-        from.after_poll(move |count| {
-            hear.fetch_add(count, Ordering::SeqCst);
-        });
-        odd.iter().for_each(|note| from.inject_note(note.clone()));
-        from.inject(Event::PeerGone(Instance::from_bytes([9; 16])));
-        eventually(odd.len() + 1, || heard.load(Ordering::SeqCst));
-        let (metadata, token) = put(&a);
-        assert_eq!(get(&b, &metadata).unwrap(), BYTES);
-        token.wait().unwrap();
-        assert_eq!(a.health().counters.relay.notes_unknown, odd.len() as u64);
     });
 }
 
