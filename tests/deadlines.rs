@@ -22,7 +22,7 @@ use mooncake_relay::{
 use crate::common::{
     eventually,
     hooked::{Call, Hooked, refused},
-    within,
+    threads_named, within,
 };
 
 const WATCHDOG: Duration = Duration::from_secs(20);
@@ -47,13 +47,6 @@ fn holds_on() -> (Hooked, Sender<()>) {
         Ok(())
     });
     (engine, go)
-}
-
-/// The threads of this test that end relays.
-fn closers() -> usize {
-    let tasks = fs::read_dir("/proc/self/task").unwrap();
-    let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
-    names.filter(|name| name.trim() == "relay-closer").count()
 }
 
 #[test]
@@ -170,7 +163,7 @@ fn a_relay_that_goes_with_its_threads_locals_closes() {
         .join()
         .unwrap();
         assert_eq!(engine.registered(), 0);
-        eventually(0, closers);
+        eventually(0, || threads_named("relay-closer"));
     });
 }
 

@@ -24,7 +24,7 @@ use parking_lot::Mutex;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 use self::{
-    common::{Random, eventually, within},
+    common::{Random, eventually, threads_named, within},
     raw::{NOTIFY, READ_IDENTIFIED, READ_V1, READ_V2, WRITE_V2, connect, frame, header},
 };
 
@@ -33,15 +33,10 @@ static ALONE: Mutex<()> = Mutex::new(());
 
 /// The threads, descriptors and shared mappings of relays that this process has.
 fn held() -> (usize, usize, usize) {
-    let threads = fs::read_dir("/proc/self/task").unwrap().filter(|task| {
-        // A thread may end between the two looks.
-        let name = fs::read_to_string(task.as_ref().unwrap().path().join("comm"));
-        name.is_ok_and(|name| name.starts_with("relay-"))
-    });
     let descriptors = fs::read_dir("/proc/self/fd").unwrap();
     let maps = fs::read_to_string("/proc/self/maps").unwrap();
     let mappings = maps.lines().filter(|line| line.contains("memfd:"));
-    (threads.count(), descriptors.count(), mappings.count())
+    (threads_named("relay-"), descriptors.count(), mappings.count())
 }
 
 fn small() -> Config {

@@ -5,7 +5,7 @@
 mod common;
 
 use std::{
-    net::{TcpListener, TcpStream},
+    net::{SocketAddr, TcpListener},
     sync::Arc,
     thread,
     time::Duration,
@@ -13,7 +13,7 @@ use std::{
 
 use mooncake_relay::{Config, EmbeddedEngine, Error, Metadata, Relay, Tensor};
 
-use crate::common::within;
+use crate::common::{place::Blackhole, within};
 
 const WATCHDOG: Duration = Duration::from_secs(20);
 
@@ -23,10 +23,14 @@ fn relay() -> Relay {
 }
 
 /// Metadata as a relay of ours writes it, of a put that is at `peer`.
-fn put_at(peer: &TcpListener) -> Metadata {
+fn put_at(peer: SocketAddr) -> Metadata {
     let (metadata, _token) = relay().put_bytes(b"never", Tensor::bytes(5)).unwrap();
-    let address = peer.local_addr().unwrap().to_string();
-    metadata.to_string().replace(metadata.session_id(), &address).parse().unwrap()
+    metadata.to_string().replace(metadata.session_id(), &peer.to_string()).parse().unwrap()
+}
+
+/// The same, at somebody who listens and says nothing.
+fn put_at_silent(peer: &TcpListener) -> Metadata {
+    put_at(peer.local_addr().unwrap())
 }
 
 fn counts(relay: &Relay) -> [u64; 4] {
@@ -38,7 +42,7 @@ fn counts(relay: &Relay) -> [u64; 4] {
 fn a_get_into_that_is_aborted_is_counted_once() {
     within(WATCHDOG, || {
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (relay, metadata) = (relay(), put_at(&silent));
+        let (relay, metadata) = (relay(), put_at_silent(&silent));
         thread::scope(|scope| {
             let get = scope.spawn(|| relay.get_into(&metadata, &mut [0; 5], WATCHDOG));
             while relay.health().reading == 0 {
@@ -55,7 +59,7 @@ fn a_get_into_that_is_aborted_is_counted_once() {
 fn a_get_into_whose_time_is_over_timed_out_whoever_noticed_it() {
     within(WATCHDOG, || {
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (relay, metadata) = (relay(), put_at(&silent));
+        let (relay, metadata) = (relay(), put_at_silent(&silent));
         for number in 1..=20 {
             let got = relay.get_into(&metadata, &mut [0; 5], Duration::from_millis(5));
             assert!(matches!(got, Err(Error::TimedOut)), "{got:?}");
@@ -81,7 +85,7 @@ fn notes_owed_to_a_silent_peer_let_the_gets_of_others_pass() {
     const OWED: usize = 10;
     within(WATCHDOG, || {
         let silent = TcpListener::bind("127.0.0.1:0").unwrap();
-        let (relay, sender, lost) = (relay(), relay(), put_at(&silent));
+        let (relay, sender, lost) = (relay(), relay(), put_at_silent(&silent));
         for _ in 0..OWED {
             let late = relay.get_timeout(&lost, Duration::ZERO).unwrap().wait();
             assert!(matches!(late, Err(Error::TimedOut)), "{late:?}");
@@ -106,7 +110,7 @@ fn a_peer_never_used_before_is_read_while_twenty_listen_and_say_nothing() {
         let engine = Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap());
         let config = Config::default().with_slot_size(4096).with_transfer_threads(2);
         let (relay, sender) = (Relay::new(engine, &config).unwrap(), relay());
-        let lost: Vec<_> = silent.iter().map(put_at).collect();
+        let lost: Vec<_> = silent.iter().map(put_at_silent).collect();
         let (metadata, put) = sender.put_bytes(b"x", Tensor::bytes(1)).unwrap();
         let silent: Vec<_> = lost.iter().map(|lost| relay.get(lost).unwrap()).collect();
         // Nobody waits for it, so that a transfer thread has to read it.
@@ -123,19 +127,14 @@ fn a_peer_never_used_before_is_read_while_twenty_listen_and_say_nothing() {
 #[test]
 fn an_address_that_swallows_packets_fails_its_get_long_before_the_deadline() {
     within(WATCHDOG, || {
-        let address = TcpListener::bind("127.0.0.1:0").unwrap();
-        rustix::net::listen(&address, 0).unwrap(); // a queue that is soon full
-        let to = address.local_addr().unwrap();
-        let full: Vec<_> = (0..)
-            .map_while(|_| TcpStream::connect_timeout(&to, Duration::from_millis(200)).ok())
-            .collect();
+        let blackhole = Blackhole::new();
         let engine = EmbeddedEngine::builder("127.0.0.1:0")
             .connect_timeout(Duration::from_millis(500))
             .bind()
             .unwrap();
         let config = Config::default().with_slot_size(4096).with_read_timeout(WATCHDOG * 100);
         let relay = Relay::new(Arc::new(engine), &config).unwrap();
-        let get = relay.get(&put_at(&address)).unwrap();
+        let get = relay.get(&put_at(blackhole.addr())).unwrap();
         while !get.is_done() {
             thread::yield_now();
         }
@@ -145,8 +144,7 @@ fn an_address_that_swallows_packets_fails_its_get_long_before_the_deadline() {
             }
             other => panic!("{other:?}"),
         }
-        let waited = relay.get(&put_at(&address)).unwrap().wait();
+        let waited = relay.get(&put_at(blackhole.addr())).unwrap().wait();
         assert!(matches!(waited, Err(Error::PeerFailed { .. })), "on the caller's thread too");
-        drop(full);
     });
 }

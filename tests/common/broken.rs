@@ -160,13 +160,15 @@ fn alter_reads(engine: &Hooked, alter: impl Fn(&mut Filled) + Send + Sync + 'sta
 }
 
 fn answer(engine: &Hooked, instead: Retracted) -> &Hooked {
-    let answer = move |truth: Retracted| {
-        let _ = truth;
-        instead
-    };
     engine
-        .on_retract(move |next, slot| answer(next.retract(slot)))
-        .on_cut(move |next, slot| answer(next.cut(slot)))
+        .on_retract(move |next, slot| {
+            let _ = next.retract(slot);
+            instead
+        })
+        .on_cut(move |next, slot| {
+            let _ = next.cut(slot);
+            instead
+        })
 }
 
 fn distant() -> Instant {

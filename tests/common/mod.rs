@@ -14,6 +14,7 @@ pub(crate) mod sockets;
 
 use std::{
     fmt::Debug,
+    fs,
     sync::mpsc,
     thread,
     time::{Duration, Instant},
@@ -55,6 +56,14 @@ pub(crate) fn eventually<T: PartialEq + Debug>(expected: T, mut ask: impl FnMut(
         assert!(Instant::now() < deadline, "still {found:?}, not {expected:?}");
         thread::sleep(Duration::from_millis(2)); // between two looks, not instead of one
     }
+}
+
+/// How many threads of this process have a name that begins so.
+pub(crate) fn threads_named(start: &str) -> usize {
+    let tasks = fs::read_dir("/proc/self/task").unwrap();
+    // A thread may end between the two looks.
+    let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
+    names.filter(|name| name.starts_with(start)).count()
 }
 
 /// Numbers that look random and are the same in every run.

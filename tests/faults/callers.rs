@@ -7,8 +7,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crossbeam::channel::unbounded;
-use mooncake_relay::{Config, Engine, Error, ReadError, Tensor};
+use crossbeam::channel::{Receiver, Sender, unbounded};
+use mooncake_relay::{Completion, Config, Engine, Error, ReadError, Slot, Tensor, Token};
 use parking_lot::Mutex;
 use serde_json::json;
 
@@ -124,6 +124,45 @@ fn q19_any_number_of_waiters_hear_the_same_end(on: &On) {
     assert_eq!(a.free().0, 2);
 }
 
+const HANDFUL: usize = 6;
+
+/// Gets from one sender, that nobody waits for in a way that would read them.
+struct Handful {
+    tx: Sender<Completion<Slot>>,
+    rx: Receiver<Completion<Slot>>,
+    puts: Vec<Token<Slot>>,
+}
+
+impl Handful {
+    fn of(stuck: &AtRest, relay: &AtRest) -> Self {
+        let (tx, rx) = unbounded();
+        let (metadata, puts): (Vec<_>, _) = (0..HANDFUL).map(|_| stuck.sends(b"stuck")).unzip();
+        for metadata in &metadata {
+            relay.get(metadata).unwrap().attach(&tx, 0);
+        }
+        Self { tx, rx, puts }
+    }
+
+    /// Gets from another, likewise, end before any of these.
+    #[track_caller]
+    fn let_others_pass(&self, healthy: &AtRest, relay: &AtRest) {
+        for round in 1..20 {
+            let (metadata, token) = healthy.sends(b"healthy");
+            relay.get(&metadata).unwrap().attach(&self.tx, round);
+            assert_eq!(self.rx.recv().unwrap().tag, round, "the stuck ones are still stuck");
+            token.wait().unwrap();
+        }
+    }
+
+    #[track_caller]
+    fn end_well(self) {
+        for _ in &self.puts {
+            assert_eq!(&self.rx.recv().unwrap().result.unwrap()[..], b"stuck");
+        }
+        self.puts.into_iter().for_each(|token| drop(token.wait().unwrap()));
+    }
+}
+
 /// Reads from `stuck` hang until the gate is opened.
 fn hang_reads_of(stuck: &AtRest, engine: &Hooked) -> Gate {
     let (gate, way) = Gate::pair();
@@ -138,7 +177,6 @@ fn hang_reads_of(stuck: &AtRest, engine: &Hooked) -> Gate {
 }
 
 fn q20_gets_from_a_stuck_sender_keep_no_healthy_one_waiting(on: &On) {
-    const HANDFUL: usize = 6;
     let stuck = on.relay(&config().with_credits(HANDFUL as u32));
     let healthy = on.relay(&config());
     let engine = on.hooked();
@@ -147,26 +185,18 @@ fn q20_gets_from_a_stuck_sender_keep_no_healthy_one_waiting(on: &On) {
     stuck.works_with(&b);
     healthy.works_with(&b);
     let gate = hang_reads_of(&stuck, &engine);
-    let (tx, rx) = unbounded();
-    let puts: Vec<_> = (0..HANDFUL).map(|_| stuck.sends(b"stuck")).collect();
-    for (metadata, _) in &puts {
-        b.get(metadata).unwrap().attach(&tx, 0);
-    }
+    let gets = Handful::of(&stuck, &b);
     gate.entered(1);
     // Whoever waits for a get may read it too, so it needs no thread of the relay.
     for _ in 0..20 {
         healthy.works_with(&b);
     }
-    assert!(rx.is_empty(), "the stuck ones are still stuck");
+    assert!(gets.rx.is_empty(), "the stuck ones are still stuck");
     gate.open();
-    for (_, token) in puts {
-        assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"stuck");
-        token.wait().unwrap();
-    }
+    gets.end_well();
 }
 
 fn q20_gets_from_a_sender_that_never_answered_keep_no_thread_from_others(on: &On) {
-    const HANDFUL: usize = 6;
     let stuck = on.relay(&config().with_credits(HANDFUL as u32));
     let healthy = on.relay(&config());
     let engine = on.hooked();
@@ -174,50 +204,25 @@ fn q20_gets_from_a_sender_that_never_answered_keep_no_thread_from_others(on: &On
     let b = AtRest::new(engine.engine(), &few);
     healthy.works_with(&b);
     let gate = hang_reads_of(&stuck, &engine);
-    let (tx, rx) = unbounded();
-    let puts: Vec<_> = (0..HANDFUL).map(|_| stuck.sends(b"stuck")).collect();
-    for (metadata, _) in &puts {
-        b.get(metadata).unwrap().attach(&tx, 0);
-    }
+    let gets = Handful::of(&stuck, &b);
     gate.entered(1);
-    for round in 1..20 {
-        let (metadata, token) = healthy.sends(b"healthy");
-        b.get(&metadata).unwrap().attach(&tx, round);
-        assert_eq!(rx.recv().unwrap().tag, round, "the stuck ones are still stuck");
-        token.wait().unwrap();
-    }
+    gets.let_others_pass(&healthy, &b);
     gate.open();
-    for (_, token) in puts {
-        assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"stuck");
-        token.wait().unwrap();
-    }
+    gets.end_well();
 }
 
 fn q20_a_sender_that_answered_before_it_got_stuck_gives_way(on: &On) {
-    const HANDFUL: usize = 6;
     let stuck = on.relay(&config().with_credits(HANDFUL as u32));
     let healthy = on.relay(&config());
     let engine = on.hooked();
     let b = AtRest::new(engine.engine(), &config().with_transfer_threads(2));
     stuck.works_with(&b);
     let gate = stick_reads_of(&stuck, &engine);
-    let (tx, rx) = unbounded();
-    let puts: Vec<_> = (0..HANDFUL).map(|_| stuck.sends(b"stuck")).collect();
-    for (metadata, _) in &puts {
-        b.get(metadata).unwrap().attach(&tx, 0);
-    }
+    let gets = Handful::of(&stuck, &b);
     gate.entered(2); // both threads, and both receive slots
-    for round in 1..20 {
-        let (metadata, token) = healthy.sends(b"healthy");
-        b.get(&metadata).unwrap().attach(&tx, round);
-        assert_eq!(rx.recv().unwrap().tag, round, "the stuck ones are still stuck");
-        token.wait().unwrap();
-    }
+    gets.let_others_pass(&healthy, &b);
     gate.open();
-    for _ in &puts {
-        assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"stuck");
-    }
-    puts.into_iter().for_each(|(_, token)| drop(token.wait().unwrap()));
+    gets.end_well();
 }
 
 /// Reads from `peer` end only when the gate is opened or the relay interrupts them.

@@ -2,7 +2,6 @@
 //! whatever strangers send, and however slow those are who should listen.
 
 use std::{
-    fs,
     panic::{self, PanicHookInfo},
     sync::{
         Arc,
@@ -14,7 +13,7 @@ use std::{
 
 use crossbeam::channel::unbounded;
 use mooncake_relay::{
-    Config, Engine, Error, Instance, Metadata, Notification, Result, Slot, Token, TransferId,
+    Config, Engine, Error, Metadata, Notification, Result, Slot, Token, TransferId,
 };
 
 use crate::{
@@ -23,8 +22,9 @@ use crate::{
         faults::odd_notes,
         gate::Gate,
         hooked::{Call, refused},
+        threads_named,
     },
-    on::{AtRest, On, cases},
+    on::{AtRest, On, Stranger, cases},
 };
 
 cases! {
@@ -53,45 +53,9 @@ fn config() -> Config {
         .with_quarantine(Duration::from_millis(100))
 }
 
-fn soon() -> Instant {
-    Instant::now() + PATIENCE
-}
-
 #[track_caller]
 fn gets(relay: &AtRest, metadata: &Metadata) {
     drop(relay.get(metadata).unwrap().wait().unwrap());
-}
-
-/// An engine that is no relay's, to send notes with.
-struct Stranger(Arc<dyn Engine>);
-
-impl Stranger {
-    fn new(on: &On) -> Self {
-        let engine = on.engine();
-        engine.start(&Instance::from_bytes([0x57; 16])).unwrap();
-        Self(engine)
-    }
-
-    #[track_caller]
-    fn tell(&self, peer: &AtRest, note: &Notification) {
-        assert!(self.tries_to_tell(peer, note));
-    }
-
-    /// False: the note is longer than its engine sends.
-    #[track_caller]
-    fn tries_to_tell(&self, peer: &AtRest, note: &Notification) -> bool {
-        match self.0.notify(&peer.health().session_id, note, soon()) {
-            Ok(()) => true,
-            Err(Error::TooLarge { .. }) => false,
-            Err(error) => panic!("{error:?}"),
-        }
-    }
-}
-
-impl Drop for Stranger {
-    fn drop(&mut self) {
-        self.0.stop(soon());
-    }
 }
 
 fn q14_a_put_that_was_acknowledged_while_its_caller_was_busy_is_no_time_out(on: &On) {
@@ -277,7 +241,7 @@ fn q21_only_the_very_id_with_a_known_message_ends_a_put_and_only_once(on: &On) {
     let before = a.health().counters.relay;
     let forged = forged(&metadata);
     for (name, message) in &forged {
-        stranger.tell(&a, &Notification::new(name, message));
+        stranger.tells(&a, &Notification::new(name, message));
     }
     let strange = |counters: mooncake_relay::Counters| counters.notes_unknown + counters.notes_late;
     let least = strange(before) + forged.len() as u64;
@@ -290,7 +254,7 @@ fn q21_only_the_very_id_with_a_known_message_ends_a_put_and_only_once(on: &On) {
     let late = a.health().counters.relay.notes_late;
     let (next, mut token) = a.sends(b"nor by an old id");
     for message in ["transfer_complete", "transfer_failed"] {
-        stranger.tell(&a, &Notification::new(metadata.transfer_id(), message));
+        stranger.tells(&a, &Notification::new(metadata.transfer_id(), message));
     }
     eventually(true, || a.health().counters.relay.notes_late >= late + 2);
     assert!(token.poll().is_none());
@@ -298,17 +262,10 @@ fn q21_only_the_very_id_with_a_known_message_ends_a_put_and_only_once(on: &On) {
     token.wait().unwrap();
 }
 
-/// How many threads of this process have that name.
-fn threads(name: &str) -> usize {
-    let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
-    let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
-    names.filter(|found| found.trim_end() == name).count()
-}
-
 fn q26_the_listener_runs_from_the_start_to_the_close(on: &On) {
     let a = on.relay(&config());
     // A thread has its name just after it was made.
-    eventually(1, || threads("relay-notifier"));
+    eventually(1, || threads_named("relay-notifier"));
     let b = on.relay(&config());
     // Tasks that wait, are cancelled and come back: the listener is none of theirs.
     for _ in 0..5 {
@@ -321,10 +278,10 @@ fn q26_the_listener_runs_from_the_start_to_the_close(on: &On) {
         gets(&b, &metadata);
         eventually(2, || a.health().free);
     }
-    assert_eq!((threads("relay-notifier"), a.health().status), (2, "healthy"));
+    assert_eq!((threads_named("relay-notifier"), a.health().status), (2, "healthy"));
     a.close(PATIENCE);
     b.close(PATIENCE);
-    eventually(0, || threads("relay-notifier"));
+    eventually(0, || threads_named("relay-notifier"));
 }
 
 fn q26_looks_that_fail_do_not_end_the_listener(on: &On) {

@@ -9,7 +9,7 @@ use rustix::{
 };
 
 use crate::{
-    common::{eventually, hooked::Hooked},
+    common::{eventually, hooked::Hooked, threads_named},
     on::{AtRest, On, cases},
 };
 
@@ -40,12 +40,7 @@ fn is_refused(engine: &Hooked, config: &Config, expected: &str) {
 
 /// The threads that relays have started in this process.
 fn relay_threads() -> usize {
-    let tasks = fs::read_dir("/proc/self/task").unwrap();
-    // A thread may end between the two looks.
-    let names = tasks.filter_map(|task| fs::read_to_string(task.ok()?.path().join("comm")).ok());
-    names
-        .filter(|name| ["relay-worker", "relay-notifier"].iter().any(|ours| name.starts_with(ours)))
-        .count()
+    threads_named("relay-worker") + threads_named("relay-notifier")
 }
 
 fn r1_what_cannot_be_made_names_its_field_and_leaves_nothing(on: &On) {

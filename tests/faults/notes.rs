@@ -6,16 +6,16 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use crossbeam::channel::{bounded, unbounded};
-use mooncake_relay::{Config, Engine, Error, Instance, Metadata, Notification, Slot, Token};
+use mooncake_relay::{Config, Engine, Error, Metadata, Notification, Slot, Token};
 use serde_json::json;
 
 use crate::{
     common::{Random, bytes::Pattern, eventually},
-    on::{AtRest, On, cases},
+    on::{AtRest, On, Stranger, cases},
 };
 
 cases! {
@@ -166,10 +166,10 @@ fn b11_a_completion_of_a_put_that_is_over_is_counted_and_frees_no_other_slot(on:
     for ends in [expires, is_aborted, is_read] {
         let (old, token) = from.sends(b"the old one");
         ends(&from, &to, &old, token);
-        stranger.tells(&from, &old); // the slot is free
+        both_are_said(&stranger, &from, &old); // the slot is free
         from.comes_to_rest();
         let (new, token) = from.sends(NEW);
-        stranger.tells(&from, &old); // the slot is another put's
+        both_are_said(&stranger, &from, &old); // the slot is another put's
         match (to.get(&new).unwrap().wait(), token.wait()) {
             (Ok(got), Ok(slot)) => assert_eq!((&got[..], &slot[..]), (NEW, NEW)),
             // On a machine that slow its lease has ended, too.
@@ -197,30 +197,12 @@ fn is_read(_: &AtRest, to: &AtRest, put: &Metadata, token: Put) {
     drop(token.wait().unwrap());
 }
 
-/// An engine without a relay, which says what a test wants.
-struct Stranger(Arc<dyn Engine>);
-
-impl Stranger {
-    fn new(on: &On) -> Self {
-        let engine = on.engine();
-        engine.start(&Instance::from_bytes([7; 16])).unwrap();
-        Self(engine)
+/// Says of `put`, twice each, that it was read and that it was not; returns when `to` has heard.
+fn both_are_said(stranger: &Stranger, to: &AtRest, put: &Metadata) {
+    let late = || to.health().counters.relay.notes_late;
+    let before = late();
+    for message in ["transfer_complete", "transfer_failed"].repeat(2) {
+        stranger.tells(to, &Notification::new(put.transfer_id(), message));
     }
-
-    /// Says of `put`, twice each, that it was read and that it was not; returns when `to` has heard.
-    fn tells(&self, to: &AtRest, put: &Metadata) {
-        let late = || to.health().counters.relay.notes_late;
-        let before = late();
-        for message in ["transfer_complete", "transfer_failed"].repeat(2) {
-            let note = Notification::new(put.transfer_id(), message);
-            self.0.notify(put.session_id(), &note, Instant::now() + SOON).unwrap();
-        }
-        eventually(true, || late() >= before + 4);
-    }
-}
-
-impl Drop for Stranger {
-    fn drop(&mut self) {
-        self.0.stop(Instant::now() + SOON);
-    }
+    eventually(true, || late() >= before + 4);
 }

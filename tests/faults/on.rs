@@ -7,12 +7,15 @@ use std::{
         atomic::{AtomicU32, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 #[cfg(feature = "embedded")]
 use mooncake_relay::EmbeddedEngine;
-use mooncake_relay::{Config, Engine, InProcessEngine, Metadata, Relay, Slot, Tensor, Token};
+use mooncake_relay::{
+    Config, Engine, Error, InProcessEngine, Instance, Metadata, Notification, Relay, Slot, Tensor,
+    Token,
+};
 use serde_json::json;
 
 use crate::common::{
@@ -257,6 +260,43 @@ impl Peer {
         let ended = self.wait(sent.tag);
         assert_eq!(ended["ok"], true, "{ended}");
     }
+}
+
+/// An engine that is no relay's, to send notes with.
+pub(crate) struct Stranger(Arc<dyn Engine>);
+
+impl Stranger {
+    pub(crate) fn new(on: &On) -> Self {
+        let engine = on.engine();
+        engine.start(&Instance::from_bytes([0x57; 16])).unwrap();
+        Self(engine)
+    }
+
+    #[track_caller]
+    pub(crate) fn tells(&self, relay: &AtRest, note: &Notification) {
+        assert!(self.tries_to_tell(relay, note), "longer than its engine sends");
+    }
+
+    /// False: the note is longer than its engine sends.
+    #[track_caller]
+    pub(crate) fn tries_to_tell(&self, relay: &AtRest, note: &Notification) -> bool {
+        match self.0.notify(&relay.health().session_id, note, soon()) {
+            Ok(()) => true,
+            Err(Error::TooLarge { .. }) => false,
+            Err(error) => panic!("{error:?}"),
+        }
+    }
+}
+
+impl Drop for Stranger {
+    fn drop(&mut self) {
+        self.0.stop(soon());
+    }
+}
+
+/// Far later than anything here takes.
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
 }
 
 /// What a peer in another process has put.

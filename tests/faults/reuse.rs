@@ -73,12 +73,12 @@ fn q3_metadata_that_is_read_again_is_stale(on: &On) {
     is_stale(&b, &first); // while it is free
 }
 
-fn q3_a_read_that_begins_when_the_slot_has_moved_on_is_stale(on: &On) {
-    let a = on.relay(&small().with_credits(1));
-    let (engine, b) = hooked(on, &small());
-    let gate = engine.hang(Call::Read, ..);
+/// A read of the first put, by a thread of the relay's, stands at the gate while the slot goes to the
+/// next.
+#[track_caller]
+fn is_stale_when_its_slot_moves_on(a: &AtRest, b: &AtRest, gate: &Gate) {
     let (old, token) = a.sends(&[1; 4096]);
-    let get = b.get(&old).unwrap(); // a thread of the relay's reads it
+    let get = b.get(&old).unwrap();
     gate.entered(1);
     a.abort(&old).unwrap();
     assert!(matches!(token.wait(), Err(Error::Aborted)));
@@ -86,8 +86,15 @@ fn q3_a_read_that_begins_when_the_slot_has_moved_on_is_stale(on: &On) {
     gate.open();
     let got = get.wait();
     assert!(matches!(got, Err(Error::Stale { .. })), "{got:?}");
-    gets(&b, &new, &[2; 4096]);
+    gets(b, &new, &[2; 4096]);
     comes_back(token, &[2; 4096]);
+}
+
+fn q3_a_read_that_begins_when_the_slot_has_moved_on_is_stale(on: &On) {
+    let a = on.relay(&small().with_credits(1));
+    let (engine, b) = hooked(on, &small());
+    let gate = engine.hang(Call::Read, ..);
+    is_stale_when_its_slot_moves_on(&a, &b, &gate);
 }
 
 fn q3_a_read_torn_by_the_next_put_is_stale(on: &On) {
@@ -104,17 +111,7 @@ fn q3_a_read_torn_by_the_next_put_is_stale(on: &On) {
         }
         Ok(Filled { verified: false, ..filled })
     });
-    let (old, token) = a.sends(&[1; 4096]);
-    let get = b.get(&old).unwrap();
-    gate.entered(1);
-    a.abort(&old).unwrap();
-    assert!(matches!(token.wait(), Err(Error::Aborted)));
-    let (new, token) = a.sends(&[2; 4096]);
-    gate.open();
-    let got = get.wait();
-    assert!(matches!(got, Err(Error::Stale { .. })), "{got:?}");
-    gets(&b, &new, &[2; 4096]);
-    comes_back(token, &[2; 4096]);
+    is_stale_when_its_slot_moves_on(&a, &b, &gate);
 }
 
 fn q4_a_put_whose_token_is_dropped_frees_its_slot_when_it_is_read(on: &On) {
