@@ -53,23 +53,27 @@ impl<M: Memory> Core<M> {
         self.check_open()?;
         let job = Job { what: what.clone(), since: Instant::now(), request: None, completer: None };
         let entered = Entered { core: self, handle: self.gets.enter(job, Span::of(dest))? };
-        let Some(read) = self.engine.read_into(&what.remote, dest, what.deadline) else {
+        let read = self.engine.read_into(&what.remote, dest, what.deadline);
+        if let Some(read) = &read {
+            self.learn(what, read.as_ref().err());
+            if read.is_ok() && entered.is_wanted() {
+                self.acknowledge(what);
+            }
+        }
+        // Whoever ended it meanwhile has counted it and told the sender; from here on nobody can.
+        let wanted = entered.leave();
+        if wanted && read.is_none() {
             return Ok(None);
-        };
+        }
         self.counters.gets.count();
-        self.learn(what, read.as_ref().err());
-        if !entered.is_wanted() {
-            // Whoever ended it has counted it and told the sender.
+        if !wanted {
             return Err(self.unwanted(what));
         }
         match &read {
-            Ok(()) => {
-                self.acknowledge(what);
-                self.count_got(what);
-            }
-            Err(error) => self.count_failure(what, error),
+            Some(Err(error)) => self.count_failure(what, error),
+            _ => self.count_got(what),
         }
-        read.map(Some)
+        read.transpose()
     }
 
     /// Reads what was claimed, on this thread, and tells its token.
@@ -102,7 +106,7 @@ impl<M: Memory> Core<M> {
             self.acknowledge(what);
         }
         // Whoever ended it meanwhile has told the token and the sender.
-        let completer = self.gets.finish(handle).and_then(|job| job.completer);
+        let completer = self.gets.finish(handle).and_then(|(job, _)| job.completer);
         // Not before: an interrupt of this get would meet the next read into the same slot.
         drop(kept);
         let Some(completer) = completer else { return };
@@ -390,6 +394,11 @@ struct Entered<'a, M: Memory> {
 impl<M: Memory> Entered<'_, M> {
     fn is_wanted(&self) -> bool {
         self.core.gets.is_wanted(self.handle)
+    }
+
+    /// Leaves now; whether nobody has ended it.
+    fn leave(self) -> bool {
+        self.core.gets.finish(self.handle).is_some_and(|(_, wanted)| wanted)
     }
 }
 

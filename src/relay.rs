@@ -114,7 +114,7 @@ impl Relay<Host> {
     ///
     /// [`Error::TooLarge`] if `dest` is too short: nothing was read then, and the sender still holds
     /// its slot. Otherwise those of [`Self::get`] and of its token. `dest` is untouched after an
-    /// error, unless a copy was cut in the middle: then it is unspecified.
+    /// error, unless the copy had begun: then it is unspecified.
     pub fn get_into(
         &self,
         metadata: &Metadata,

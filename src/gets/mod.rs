@@ -176,13 +176,14 @@ impl<M: Memory> Gets<M> {
         table.place(handle).is_some_and(|place| !place.ended)
     }
 
-    /// Takes a finished get out. `None` in its completer: somebody else told the token.
-    pub(crate) fn finish(&self, handle: Handle) -> Option<Job<M>> {
+    /// Takes a finished get out, and whether nobody has ended it. `None` in its completer: somebody
+    /// else told the token.
+    pub(crate) fn finish(&self, handle: Handle) -> Option<(Job<M>, bool)> {
         let mut table = self.table.lock();
         let unwanted = table.place(handle)?.ended;
         self.unwanted.fetch_sub(usize::from(unwanted), Ordering::Relaxed);
         self.leave_reading(&mut table, handle);
-        table.remove(handle)
+        Some((table.remove(handle)?, !unwanted))
     }
 
     /// Ends the gets that `which` names; what comes back must be told. A queued one is out; one
