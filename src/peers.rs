@@ -89,13 +89,16 @@ impl Peer {
         }
     }
 
-    pub(crate) fn learn(&self, trust: Trust) {
-        if self.trust() != trust {
+    /// Whether that is news.
+    pub(crate) fn learn(&self, trust: Trust) -> bool {
+        let is_news = self.trust() != trust;
+        if is_news {
             self.trust.store(trust as u8, Ordering::Relaxed);
             if trust == Trust::Good {
                 self.misses.store(0, Ordering::Relaxed);
             }
         }
+        is_news
     }
 
     pub(crate) fn misses(&self) -> u32 {

@@ -54,26 +54,27 @@ impl<M: Memory> Core<M> {
         let job = Job { what: what.clone(), since: Instant::now(), request: None, completer: None };
         let entered = Entered { core: self, handle: self.gets.enter(job, Span::of(dest))? };
         let read = self.engine.read_into(&what.remote, dest, what.deadline);
+        // Before its end is counted and told: both happen once.
+        let wanted = entered.leave();
+        if read.is_some() || !wanted {
+            self.counters.gets.count();
+        }
         if let Some(read) = &read {
             self.learn(what, read.as_ref().err());
-            if read.is_ok() && entered.is_wanted() {
-                self.acknowledge(what);
-            }
         }
-        // Whoever ended it meanwhile has counted it and told the sender; from here on nobody can.
-        let wanted = entered.leave();
-        if wanted && read.is_none() {
-            return Ok(None);
-        }
-        self.counters.gets.count();
         if !wanted {
+            // Whoever ended it has counted it and told the sender.
             return Err(self.unwanted(what));
         }
+        let Some(read) = read else { return Ok(None) };
         match &read {
-            Some(Err(error)) => self.count_failure(what, error),
-            _ => self.count_got(what),
+            Ok(()) => {
+                self.acknowledge(what);
+                self.count_got(what);
+            }
+            Err(error) => self.count_failure(what, error),
         }
-        read.transpose()
+        read.map(Some)
     }
 
     /// Reads what was claimed, on this thread, and tells its token.
@@ -83,18 +84,17 @@ impl<M: Memory> Core<M> {
             tracing::debug_span!("read", peer = %what.remote.peer, len = what.remote.len).entered();
         // What an engine does with a panic is its own fault; the get's end is ours.
         let read = catch_unwind(AssertUnwindSafe(|| self.read(&what, slot)));
-        let (read, kept) = match read {
+        let (mut read, kept) = match read {
             Ok(Ok(slot)) => (Ok(slot), None),
             Ok(Err((error, slot))) => (Err(error), slot),
             Err(_) => (Err(broken_engine("its read panicked")), None),
         };
-        // Bytes stand, and a peer's answer. An engine says one of these of a read that was interrupted.
-        let may_be_interrupted = matches!(
-            read,
-            Err(Error::PeerFailed { .. } | Error::TimedOut | Error::Aborted | Error::Closed)
-        );
-        if may_be_interrupted && what.deadline > Instant::now() && self.gets.gave_way(handle) {
-            return;
+        // An engine ends it with any error; what is the peer's doing is met again.
+        if read.is_err() && self.gets.is_asked(handle) {
+            if what.deadline > Instant::now() && self.gets.put_back(handle) {
+                return;
+            }
+            read = Err(Error::TimedOut);
         }
         self.conclude(handle, &what, read, kept);
     }
@@ -131,13 +131,16 @@ impl<M: Memory> Core<M> {
             self.wake_notifier_by(self.ticks(Instant::now()));
         }
         for job in ended {
-            let error = error();
-            self.count_failure(&job.what, &error);
-            if let Some(completer) = job.completer {
-                completer.complete(Err(error));
-            }
+            self.end_job(job, error());
         }
         count
+    }
+
+    fn end_job(&self, job: Job<M>, error: Error) {
+        self.count_failure(&job.what, &error);
+        if let Some(completer) = job.completer {
+            completer.complete(Err(error));
+        }
     }
 
     /// Ends the gets whose deadline has passed.
@@ -158,14 +161,16 @@ impl<M: Memory> Core<M> {
     pub(crate) fn work(&self) {
         loop {
             match self.gets.next() {
-                Work::Read { claim, suspect } => {
+                Work::Read { claim } => {
                     let peer = Arc::clone(&claim.what.peer);
-                    if suspect {
-                        self.attempt(claim);
-                    } else {
-                        self.perform(claim);
-                    }
-                    self.gets.release(suspect, &peer);
+                    self.perform(claim);
+                    self.gets.release(false, &peer);
+                }
+                Work::Probe { handle, what, slot } => {
+                    // Somebody else may need it while the peer does not answer.
+                    drop(slot);
+                    self.attempt(handle, &what);
+                    self.gets.release(true, &what.peer);
                 }
                 Work::Tell { tell, suspect } => {
                     let peer = Arc::clone(&tell.what.peer);
@@ -179,12 +184,19 @@ impl<M: Memory> Core<M> {
 
     /// Reads from a peer that may not answer: if it does not within a short time, its get waits again,
     /// behind the others, until its own deadline.
-    fn attempt(&self, claim: Claim<M>) {
-        let Err(error) = self.probe(&claim.what) else { return self.perform(claim) };
-        let again = matches!(error, Error::TimedOut) && claim.what.deadline > Instant::now();
-        let Claim { handle, what, slot } = claim;
-        if !(again && self.gets.put_back(handle)) {
-            self.conclude(handle, &what, Err(error), Some(slot));
+    fn attempt(&self, handle: Handle, what: &What) {
+        match self.probe(what) {
+            Ok(()) => {
+                if let Some(claim) = self.gets.claim_probed(handle) {
+                    self.perform(claim);
+                }
+            }
+            Err(Error::TimedOut) if what.deadline > Instant::now() => self.gets.defer(handle),
+            Err(error) => {
+                if let Some(job) = self.gets.withdraw(handle) {
+                    self.end_job(job, error);
+                }
+            }
         }
     }
 
@@ -303,7 +315,7 @@ impl<M: Memory> Core<M> {
         let peer = &tell.what.remote.peer;
         tell.attempts += 1;
         match self.notify_peer(peer, &note, now + NOTIFY_LIMIT) {
-            Ok(()) => tell.what.peer.learn(Trust::Good),
+            Ok(()) => self.learn(&tell.what, None),
             // Where the peer's name is no address, no later try can reach it.
             Err(Error::Closed | Error::Metadata { .. }) => self.counters.notes_lost.count(),
             Err(_) => {
@@ -336,11 +348,17 @@ impl<M: Memory> Core<M> {
 
     /// Whether the peer answered, whatever it said.
     fn learn(&self, what: &What, error: Option<&Error>) {
-        what.peer.learn(match error {
-            None | Some(Error::Stale { .. } | Error::Rejected { .. }) => Trust::Good,
-            Some(Error::PeerFailed { .. } | Error::TimedOut) => Trust::Failed,
-            Some(_) => return,
-        });
+        match error {
+            None | Some(Error::Stale { .. } | Error::Rejected { .. }) => {
+                if what.peer.learn(Trust::Good) {
+                    self.gets.proven();
+                }
+            }
+            Some(Error::PeerFailed { .. } | Error::TimedOut) => {
+                what.peer.learn(Trust::Failed);
+            }
+            Some(_) => {}
+        }
     }
 
     /// Why a get was ended that had no token to be told by.
@@ -392,10 +410,6 @@ struct Entered<'a, M: Memory> {
 }
 
 impl<M: Memory> Entered<'_, M> {
-    fn is_wanted(&self) -> bool {
-        self.core.gets.is_wanted(self.handle)
-    }
-
     /// Leaves now; whether nobody has ended it.
     fn leave(self) -> bool {
         self.core.gets.finish(self.handle).is_some_and(|(_, wanted)| wanted)

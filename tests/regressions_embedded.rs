@@ -4,7 +4,7 @@
 
 mod common;
 
-use std::{net::TcpListener, sync::Arc, time::Duration};
+use std::{net::TcpListener, sync::Arc, thread, time::Duration};
 
 use crossbeam::channel::unbounded;
 use mooncake_relay::{Config, EmbeddedEngine, Error, Metadata, Relay, Slot, Tensor, Token};
@@ -39,12 +39,14 @@ fn an_aborted_get_of_nothing_lets_go_of_its_thread() {
         let slot = a.try_acquire(0).unwrap();
         let (metadata, _put) = a.put(slot, Tensor::bytes(0)).unwrap();
         let metadata = moved_to(&silent, &metadata);
-        let (tx, rx) = unbounded();
-        b.get(&metadata).unwrap().attach(&tx, 0);
-        eventually(1, || b.health().reading);
-        b.abort(&metadata).unwrap();
-        assert!(matches!(rx.recv().unwrap().result, Err(Error::Aborted)));
-        eventually(0, || b.health().reading);
+        thread::scope(|scope| {
+            // A caller that waits reads it, whatever a transfer thread knows of the peer.
+            let get = scope.spawn(|| b.get(&metadata).unwrap().wait());
+            eventually(1, || b.health().reading);
+            b.abort(&metadata).unwrap();
+            assert!(matches!(get.join().unwrap(), Err(Error::Aborted)));
+        });
+        eventually((0, 0), || (b.health().queued, b.health().reading));
     });
 }
 

@@ -15,7 +15,7 @@ use std::{
 use crossbeam::channel::unbounded;
 use mooncake_relay::{Config, Error, Metadata, Relay, Slot, Tensor, Token};
 
-use crate::common::{eventually, hooked::Hooked, within};
+use crate::common::{eventually, gate::Gate, hooked::Hooked, within};
 
 const WATCHDOG: Duration = Duration::from_secs(20);
 
@@ -223,15 +223,15 @@ fn a_caller_that_waits_reads_although_every_thread_waits_for_silent_peers() {
     within(WATCHDOG, || {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
-        let (go, may_go) = unbounded::<()>();
+        let (gate, way) = Gate::pair();
         engine.on_connect(move |_, _, _| {
-            let _ = may_go.recv();
+            way.pass();
             Err(Error::TimedOut)
         });
         let (metadata, _put) = put(&a);
         drop(b.get(&moved_to("silent", &metadata)).unwrap());
-        eventually(1, || b.health().reading);
+        gate.entered(1);
         assert_eq!(&b.get(&metadata).unwrap().wait().unwrap()[..], b"x");
-        drop(go);
+        drop(gate);
     });
 }

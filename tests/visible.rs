@@ -8,7 +8,6 @@ use std::{
         Arc, Mutex,
         atomic::{AtomicBool, AtomicU32, Ordering},
     },
-    thread,
     time::Duration,
 };
 
@@ -19,7 +18,6 @@ use mooncake_relay::{
 
 use crate::common::{
     eventually,
-    gate::Gate,
     hooked::{Call, Hooked, refused},
     within,
 };
@@ -95,49 +93,6 @@ fn every_failed_get_has_one_cause() {
         ];
         assert_eq!(causes, [2, 1, 1, 1, 1, 1, 1]);
         assert_eq!((all.gets, all.gets_done, all.gets_failed), (9, 1, causes.iter().sum()));
-    });
-}
-
-/// A `get_into` that is aborted while it stands at the gate: how it ended.
-fn aborted_at(gate: &Gate, a: &Relay, b: &Relay) -> Result<usize, Error> {
-    let (metadata, _put) = put(a, 7);
-    thread::scope(|s| {
-        let get = s.spawn(|| b.get_into(&metadata, &mut [0; 7], WATCHDOG));
-        gate.entered(1);
-        b.abort(&metadata).unwrap();
-        gate.open();
-        get.join().unwrap()
-    })
-}
-
-#[track_caller]
-fn was_aborted_once(relay: &Relay, outcome: Result<usize, Error>) {
-    assert!(matches!(outcome, Err(Error::Aborted)), "{outcome:?}");
-    let all = counters(relay);
-    assert_eq!((all.gets, all.gets_done, all.gets_failed, all.gets_aborted), (1, 0, 1, 1));
-}
-
-#[test]
-fn a_get_into_that_is_aborted_before_its_engine_turns_to_slots_ends_there() {
-    within(WATCHDOG, || {
-        let (_, a) = relay(&small());
-        let (engine, b) = relay(&small());
-        let (gate, way) = Gate::pair();
-        engine.on_read_into(move |_, _, _, _| {
-            way.pass();
-            None
-        });
-        was_aborted_once(&b, aborted_at(&gate, &a, &b));
-    });
-}
-
-#[test]
-fn a_get_into_that_is_aborted_while_it_tells_its_sender_ends_once() {
-    within(WATCHDOG, || {
-        let (_, a) = relay(&small());
-        let (engine, b) = relay(&small());
-        let gate = engine.hang(Call::Notify, ..1);
-        was_aborted_once(&b, aborted_at(&gate, &a, &b));
     });
 }
 

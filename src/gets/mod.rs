@@ -167,7 +167,40 @@ impl<M: Memory> Gets<M> {
             return None;
         }
         let slot = self.receive.try_slot(job.what.remote.len)?;
-        Some(table.begin(handle, slot))
+        Some(table.begin(handle, slot, None))
+    }
+
+    /// Claims one for a transfer thread, if it is still queued and there is a slot for it.
+    pub(crate) fn claim_probed(&self, handle: Handle) -> Option<Claim<M>> {
+        let mut table = self.table.lock();
+        let len = table.queued_job(handle)?.what.remote.len;
+        let credit = self.receive.credits().take_or_starve()?;
+        Some(table.begin(handle, self.receive.slot(credit, len), Some(Instant::now())))
+    }
+
+    /// Puts a get that is still queued behind the others.
+    pub(crate) fn defer(&self, handle: Handle) {
+        let mut table = self.table.lock();
+        if table.queued_job(handle).is_some() {
+            table.order.retain(|other| *other != handle);
+            table.order.push_back(handle);
+        }
+    }
+
+    /// Takes a get out that is still queued.
+    pub(crate) fn withdraw(&self, handle: Handle) -> Option<Job<M>> {
+        let mut table = self.table.lock();
+        table.queued_job(handle)?;
+        table.queued -= 1;
+        table.remove(handle)
+    }
+
+    /// A peer answers that had not, or had failed: its gets need wait for nobody's turn any more.
+    pub(crate) fn proven(&self) {
+        let table = self.table.lock();
+        if table.idle > 0 && !(table.order.is_empty() && table.tells.is_empty()) {
+            self.work.notify_all();
+        }
     }
 
     /// Whether nobody has ended it.
@@ -180,10 +213,10 @@ impl<M: Memory> Gets<M> {
     /// else told the token.
     pub(crate) fn finish(&self, handle: Handle) -> Option<(Job<M>, bool)> {
         let mut table = self.table.lock();
-        let unwanted = table.place(handle)?.ended;
-        self.unwanted.fetch_sub(usize::from(unwanted), Ordering::Relaxed);
+        let ended = table.place(handle)?.ended;
+        self.unwanted.fetch_sub(usize::from(ended), Ordering::Relaxed);
         self.leave_reading(&mut table, handle);
-        Some((table.remove(handle)?, !unwanted))
+        Some((table.remove(handle)?, !ended))
     }
 
     /// Ends the gets that `which` names; what comes back must be told. A queued one is out; one
@@ -217,9 +250,17 @@ impl<M: Memory> Gets<M> {
     pub(crate) fn each_to_interrupt(&self, interrupt: impl FnMut(Span)) {
         if self.any_to_interrupt() {
             let table = self.table.lock();
-            let held = table.places.iter().filter(|place| place.job.is_some());
-            let over = held.filter(|place| place.ended || place.way == Way::Asked);
-            over.filter_map(|place| place.reading).for_each(interrupt);
+            let reading = || {
+                let live = table.places.iter().filter(|place| place.job.is_some());
+                live.filter_map(|place| {
+                    Some((place.reading?, place.ended || place.way == Way::Asked))
+                })
+            };
+            // An engine may let go of a slot that it kept before its read returns: then the next get
+            // reads into that slot already, and is not the one that is meant.
+            let is_anothers = |span| reading().any(|(other, go)| !go && other == span);
+            let unwanted = reading().filter(|(span, go)| *go && !is_anothers(*span));
+            unwanted.map(|(span, _)| span).for_each(interrupt);
         }
     }
 
@@ -305,11 +346,12 @@ impl<M: Memory> Table<M> {
         queued.find(|handle| self.queued_job(*handle).is_some_and(|job| may(&job.what)))
     }
 
-    fn begin(&mut self, handle: Handle, slot: Slot<M>) -> Claim<M> {
+    /// `since`: when a transfer thread begins.
+    fn begin(&mut self, handle: Handle, slot: Slot<M>, since: Option<Instant>) -> Claim<M> {
         self.queued -= 1;
         self.reading += 1;
         let place = &mut self.places[handle.place()];
-        place.reading = Some(slot.span());
+        (place.reading, place.since) = (Some(slot.span()), since);
         let what = place.job.as_ref().map(|job| job.what.clone()).expect("a queued get has a job");
         self.sweep();
         Claim { handle, what, slot }

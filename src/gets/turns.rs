@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Claim, Gets, Handle, Job, Place, Table, What};
+use super::{Claim, Gets, Handle, Job, Place, Slot, Table, What};
 use crate::{
     identity::Note,
     memory::Memory,
@@ -28,8 +28,11 @@ pub(crate) struct Tell {
 
 /// What a transfer thread does next.
 pub(crate) enum Work<M: Memory> {
-    /// Read it; then [`Gets::release`] with `suspect`.
-    Read { claim: Claim<M>, suspect: bool },
+    /// Read it; then [`Gets::release`].
+    Read { claim: Claim<M> },
+    /// See whether its peer answers, without a slot, which others may need; then likewise, as one that
+    /// was suspect. The get is queued meanwhile.
+    Probe { handle: Handle, what: What, slot: Slot<M> },
     /// Send it; then likewise.
     Tell { tell: Tell, suspect: bool },
     /// The relay closes.
@@ -90,11 +93,11 @@ impl<M: Memory> Gets<M> {
         }
     }
 
-    /// Queues a claimed get again, behind the others. False: somebody has ended it. Its slot is the
-    /// caller's to drop, afterwards.
+    /// Queues a get again, behind the others, whose read was asked to give way. False: somebody has
+    /// ended it. Its slot is the caller's to drop, afterwards.
     pub(crate) fn put_back(&self, handle: Handle) -> bool {
         let mut table = self.table.lock();
-        if table.places[handle.place()].ended {
+        if table.place(handle).is_none_or(|place| place.ended) {
             return false;
         }
         self.leave_reading(&mut table, handle);
@@ -105,13 +108,9 @@ impl<M: Memory> Gets<M> {
         true
     }
 
-    /// As [`Self::put_back`], of a read that was asked to give way.
-    pub(crate) fn gave_way(&self, handle: Handle) -> bool {
-        let asked = {
-            let table = self.table.lock();
-            table.place(handle).is_some_and(|place| place.way == Way::Asked)
-        };
-        asked && self.put_back(handle)
+    /// Whether this read was asked to give way.
+    pub(crate) fn is_asked(&self, handle: Handle) -> bool {
+        self.table.lock().place(handle).is_some_and(|place| place.way == Way::Asked)
     }
 
     /// Asks one read to give way, if a get from somebody else waits long for what it holds: a thread,
@@ -229,12 +228,13 @@ impl<M: Memory> Gets<M> {
         may: impl Fn(&Table<M>, &Peer) -> bool,
     ) -> Option<Work<M>> {
         let next = table.first(|what| may(table, &what.peer))?;
-        let len = table.queued_job(next)?.what.remote.len;
+        let what = table.queued_job(next)?.what.clone();
         let credit = self.receive.credits().take_or_starve()?;
-        let claim = table.begin(next, self.receive.slot(credit, len));
-        table.places[next.place()].since = Some(Instant::now());
-        let suspect = table.busy_with(&claim.what.peer);
-        Some(Work::Read { claim, suspect })
+        let slot = self.receive.slot(credit, what.remote.len);
+        if table.busy_with(&what.peer) {
+            return Some(Work::Probe { handle: next, what, slot });
+        }
+        Some(Work::Read { claim: table.begin(next, slot, Some(Instant::now())) })
     }
 }
 
