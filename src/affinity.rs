@@ -27,6 +27,18 @@ pub(crate) fn allowed() -> Vec<usize> {
     (0..thread::available_parallelism().map_or(1, usize::from)).collect()
 }
 
+/// Lets the calling thread run on all of them, whatever it inherited from a pinned one. Where the system
+/// refuses it stays as it is.
+pub(crate) fn roam() {
+    let mut mask = CpuSet::new();
+    for core in allowed().into_iter().filter(|&core| core < CpuSet::MAX_CPU) {
+        mask.set(core);
+    }
+    if let Err(error) = sched_setaffinity(None, &mask) {
+        tracing::debug!(%error, "a thread stays where the one that made it runs");
+    }
+}
+
 /// Starts a thread that pins itself to `core` before it runs `body`.
 ///
 /// The caller's own affinity is never touched, and whatever `body` allocates lies near the core.

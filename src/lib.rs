@@ -123,6 +123,8 @@ pub fn wakes() -> usize {
 /// What `tests/loom.rs`, `tests/stress.rs` and `benches/` drive. Not part of the API.
 #[doc(hidden)]
 pub mod internal {
+    #[cfg(not(loom))]
+    pub use crate::memory::Copier;
     #[cfg(loom)]
     pub use crate::wakes;
     pub use crate::{

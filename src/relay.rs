@@ -93,7 +93,7 @@ impl Relay<Host> {
     pub fn put_bytes(&self, bytes: &[u8], tensor: Tensor) -> Result<(Metadata, Token<Slot>)> {
         tensor.fits(bytes.len())?;
         let mut slot = self.acquire(bytes.len(), self.core.times.read_timeout)?;
-        self.copier.copy(bytes, &mut slot);
+        self.copier.copy_slice(bytes, &mut slot);
         self.put(slot, tensor)
     }
 
@@ -130,7 +130,7 @@ impl Relay<Host> {
         if self.core.read_into(&what, dest)?.is_none() {
             self.core.receive.fits(len)?;
             let slot = self.core.submit(what, None)?.wait()?;
-            self.copier.copy(&slot, dest);
+            self.copier.copy_slice(&slot, dest);
         }
         Ok(len)
     }

@@ -4,12 +4,12 @@ mod copy;
 mod host;
 mod limits;
 mod lock;
+mod stream;
 
 use std::ptr::NonNull;
 
-pub(crate) use self::copy::Copier;
-pub use self::host::Host;
 pub(crate) use self::lock::{check_lock, lock};
+pub use self::{copy::Copier, host::Host};
 use crate::error::Result;
 
 /// The size of a page.
