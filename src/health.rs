@@ -50,6 +50,8 @@ pub struct Health {
     pub protocol: String,
     /// Where the slots are: `"cpu"`.
     pub device: String,
+    /// Whether the slots are made of huge pages.
+    pub huge_pages: bool,
     /// Bytes in a slot.
     pub slot_size: usize,
     /// How many slots puts share.
@@ -191,6 +193,7 @@ impl Health {
             instance: core.ids.instance().to_string(),
             protocol: protocol.to_owned(),
             device: core.slots.memory().device(),
+            huge_pages: core.slots.memory().huge(),
             slot_size: core.slots.slot_size(),
             credits: core.puts.slots() as u32,
             free: core.slots.credits().free(),

@@ -99,7 +99,7 @@ pub use crate::{
         ReadError, RemoteBuffer, Retracted, Stamp, open_engine,
     },
     health::{AllCounters, Closed, Getting, Health, Holder, PeerHealth},
-    memory::{Host, Memory, Span},
+    memory::{Host, HugePages, Memory, Span},
     metadata::Metadata,
     pool::Slot,
     relay::Relay,

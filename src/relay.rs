@@ -8,14 +8,14 @@ use std::{
 
 use crate::{
     affinity,
-    config::Config,
+    config::{Checked, Config},
     core::{Core, Parts, State, Times},
     engine::{Engine, Stamp},
     error::{Error, Result},
     gets::What,
     health::{Closed, Health},
     ids::Ids,
-    memory::{Copier, Host, Memory, Purpose, check_lock, lock},
+    memory::{Copier, Host, HugePages, Memory, Purpose, check_huge, check_lock, lock},
     metadata::{Metadata, Put},
     notifier,
     pool::{Pool, Slot, Stamps},
@@ -153,17 +153,13 @@ impl<M: Memory> Relay<M> {
         if config.lock_memory && M::HOST {
             check_lock(all.saturating_mul(config.slot_size + SCRATCH))?;
         }
+        let [slots, receive] = pools(&memory, &config)?;
         let parts = Parts {
             ids: Ids::new()?,
-            slots: Pool::new(&memory, config.credits, config.slot_size, Purpose::Published)?,
+            slots,
             stamps: Stamps::new(config.credits)?,
-            receive: Pool::new(
-                &memory,
-                config.receive_credits,
-                config.slot_size,
-                Purpose::Receive,
-            )?,
-            scratch: Pool::new(&(), config.receive_credits, SCRATCH, Purpose::Receive)?,
+            receive,
+            scratch: Pool::new(&(), config.receive_credits, SCRATCH, Purpose::Receive, false)?,
             engine: Arc::clone(&engine),
             engine_id: Arc::clone(&config.engine_id),
             times: Times { quarantine: config.quarantine, read_timeout: config.read_timeout },
@@ -534,6 +530,24 @@ impl<M: Memory> Relay<M> {
 impl<M: Memory> Drop for Relay<M> {
     fn drop(&mut self) {
         self.close(DROP_LIMIT);
+    }
+}
+
+/// The slots for puts and those for gets: in huge pages all of them, or none.
+fn pools<M: Memory>(memory: &M::Options, config: &Checked) -> Result<[Arc<Pool<M>>; 2]> {
+    let Checked { credits, receive_credits, slot_size, .. } = *config;
+    let make = |huge| {
+        let slots = Pool::new(memory, credits, slot_size, Purpose::Published, huge)?;
+        Ok([slots, Pool::new(memory, receive_credits, slot_size, Purpose::Receive, huge)?])
+    };
+    let sizes = [credits, receive_credits].map(|count| count as usize * slot_size);
+    match config.huge_pages {
+        HugePages::Off => make(false),
+        HugePages::Require => check_huge(&sizes).and_then(|()| make(true)),
+        HugePages::Prefer => check_huge(&sizes).and_then(|()| make(true)).or_else(|error| {
+            tracing::warn!(%error, "the slots are made of pages of 4 KiB");
+            make(false)
+        }),
     }
 }
 

@@ -9,7 +9,7 @@ use std::{
     time::Duration,
 };
 
-use mooncake_relay::{Config, Error, WaitStrategy};
+use mooncake_relay::{Config, Error, HugePages, WaitStrategy};
 use proptest::prelude::*;
 
 /// Each variable, its field, a value that is not the default, and the setter that does the same.
@@ -34,6 +34,7 @@ fn variables() -> Vec<(&'static str, &'static str, &'static str, Config)> {
         ),
         ("QUEUED_GETS", "queued_gets", "16", base().with_queued_gets(16)),
         ("LOCK_MEMORY", "lock_memory", "true", base().with_lock_memory(true)),
+        ("HUGE_PAGES", "huge_pages", "require", base().with_huge_pages(HugePages::Require)),
     ]
 }
 
@@ -49,6 +50,7 @@ fn the_defaults_are_those_of_the_documentation() {
     assert_eq!((config.engine_id.as_str(), config.wait), ("relay", WaitStrategy::Auto));
     assert!(config.transfer_cores.is_empty() && config.notifier_core.is_none());
     assert!(!config.lock_memory);
+    assert_eq!(config.huge_pages, HugePages::Off);
     for time in [config.lease, config.quarantine, config.read_timeout] {
         assert_eq!(time, Duration::from_secs(30));
     }
@@ -126,10 +128,22 @@ fn a_wait_strategy_reads_as_it_prints() {
     assert!(matches!("Spin".parse::<WaitStrategy>(), Err(Error::Config { field: "wait", .. })));
 }
 
+#[test]
+fn a_choice_of_huge_pages_reads_as_it_prints() {
+    for (text, choice) in
+        [("off", HugePages::Off), ("prefer", HugePages::Prefer), ("require", HugePages::Require)]
+    {
+        assert_eq!(choice.to_string(), text);
+        assert_eq!(text.parse::<HugePages>().unwrap(), choice);
+        assert_eq!(serde_json::to_string(&choice).unwrap(), format!("\"{text}\""));
+    }
+    assert!(matches!("on".parse::<HugePages>(), Err(Error::Config { field: "huge_pages", .. })));
+}
+
 proptest! {
     #[test]
     fn no_environment_makes_it_panic(
-        index in 0..12_usize,
+        index in 0..14_usize,
         value in prop::collection::vec(any::<u8>(), 0..40),
     ) {
         let (short, ..) = variables()[index];

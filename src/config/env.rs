@@ -5,6 +5,7 @@ use std::{env, ffi::OsStr, num::ParseIntError, str::FromStr, time::Duration};
 use super::{CREDITS, Config, QUEUED, THREADS};
 use crate::{
     error::{Error, Result},
+    memory::HUGE_PAGES,
     wait::STRATEGIES,
 };
 
@@ -85,6 +86,7 @@ impl Config {
             "READ_TIMEOUT_MS" => self.read_timeout = variable.milliseconds("read_timeout")?,
             "QUEUED_GETS" => self.queued_gets = variable.parse("queued_gets", QUEUED)?,
             "LOCK_MEMORY" => self.lock_memory = variable.parse("lock_memory", "true or false")?,
+            "HUGE_PAGES" => self.huge_pages = variable.parse("huge_pages", HUGE_PAGES)?,
             "ENGINE" | "LISTEN" | "ADVERTISE" => {} // for whoever opens the engine
             _ => tracing::warn!(variable = variable.name, "ignored: no setting has this name"),
         }

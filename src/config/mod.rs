@@ -7,7 +7,7 @@ use std::{sync::Arc, time::Duration};
 use crate::{
     affinity,
     error::{Error, Result},
-    memory::PAGE,
+    memory::{HugePages, PAGE},
     wait::WaitStrategy,
 };
 
@@ -57,6 +57,8 @@ pub struct Config {
     pub queued_gets: usize,
     /// Whether the slots are locked, so that the system never swaps them out. `false`.
     pub lock_memory: bool,
+    /// Whether the slots are made of huge pages of 2 MiB. `Off`.
+    pub huge_pages: HugePages,
 }
 
 impl Default for Config {
@@ -75,6 +77,7 @@ impl Default for Config {
             read_timeout: Duration::from_secs(30),
             queued_gets: 1024,
             lock_memory: false,
+            huge_pages: HugePages::Off,
         }
     }
 }
@@ -109,6 +112,7 @@ setters! {
     with_read_timeout: read_timeout, Duration;
     with_queued_gets: queued_gets, usize;
     with_lock_memory: lock_memory, bool;
+    with_huge_pages: huge_pages, HugePages;
 }
 
 impl Config {
@@ -153,6 +157,7 @@ impl Config {
             read_timeout: self.read_timeout,
             queued_gets: self.queued_gets,
             lock_memory: self.lock_memory,
+            huge_pages: self.huge_pages,
         })
     }
 }
@@ -177,6 +182,7 @@ pub(crate) struct Checked {
     pub(crate) read_timeout: Duration,
     pub(crate) queued_gets: usize,
     pub(crate) lock_memory: bool,
+    pub(crate) huge_pages: HugePages,
 }
 
 impl Checked {

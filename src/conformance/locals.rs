@@ -30,7 +30,7 @@ struct Loans {
 impl Locals {
     pub(super) fn new(count: u32, size: usize) -> Self {
         let size = (size + GUARD).next_multiple_of(PAGE);
-        let memory = Host::allocate(&(), size * count as usize, Purpose::Receive)
+        let memory = Host::allocate(&(), size * count as usize, Purpose::Receive, false)
             .expect("a test gets memory");
         let loans = Loans { free: (0..count).collect(), count, doubled: Vec::new() };
         Self { memory, size, loans: Mutex::new(loans), came_back: Condvar::new() }

@@ -150,7 +150,7 @@ fn started_with_memory(engine: &dyn Engine) -> Host {
 }
 
 fn allocate() -> Host {
-    Host::allocate(&(), 4 * PAGE, Purpose::Published).expect("a test gets memory")
+    Host::allocate(&(), 4 * PAGE, Purpose::Published, false).expect("a test gets memory")
 }
 
 fn register(engine: &dyn Engine, span: Span, access: Access) -> crate::Result<()> {

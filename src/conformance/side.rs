@@ -44,7 +44,8 @@ impl Side {
     pub(super) fn new(engine: Arc<dyn Engine>, slots: u32, size: usize) -> Self {
         let slot_size = size.next_multiple_of(PAGE);
         let total = slot_size * slots as usize;
-        let memory = |len, purpose| Host::allocate(&(), len, purpose).expect("a test gets memory");
+        let memory =
+            |len, purpose| Host::allocate(&(), len, purpose, false).expect("a test gets memory");
         let side = Self {
             engine,
             instance: instance(),

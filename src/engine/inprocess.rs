@@ -462,7 +462,7 @@ mod tests {
         let engine = InProcessEngine::new("cut in the middle").unwrap();
         let instance = Instance::from_bytes([1; 16]);
         engine.start(&instance).unwrap();
-        let memory = Host::allocate(&(), 3 * CHUNK, Purpose::Published).unwrap();
+        let memory = Host::allocate(&(), 3 * CHUNK, Purpose::Published, false).unwrap();
         let all = memory.span();
         // SAFETY: the memory outlives `unregister` below.
         unsafe { engine.register(all, Access::Published) }.unwrap();

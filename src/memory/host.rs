@@ -13,7 +13,11 @@ use rustix::{
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap},
 };
 
-use super::{Memory, PAGE, Purpose, Span, limits};
+use super::{
+    Memory, PAGE, Purpose, Span,
+    huge::{self, HUGE_PAGE},
+    limits,
+};
 use crate::error::{Error, Result};
 
 /// Page-aligned host memory: a memfd, populated when it is made, and not there in a forked child.
@@ -23,6 +27,7 @@ use crate::error::{Error, Result};
 pub struct Host {
     span: Span,
     fd: OwnedFd,
+    huge: bool,
 }
 
 impl Memory for Host {
@@ -38,35 +43,44 @@ impl Memory for Host {
         0
     }
 
-    fn allocate((): &(), len: usize, purpose: Purpose) -> Result<Self> {
+    fn allocate((): &(), len: usize, purpose: Purpose, huge: bool) -> Result<Self> {
         let field = match purpose {
             Purpose::Receive => "receive_credits",
             Purpose::Published | Purpose::Stamps => "slot_size",
         };
-        let len = len.max(1).next_multiple_of(PAGE);
-        limits::check(len, field)?;
+        let len = len.max(1).next_multiple_of(if huge { HUGE_PAGE } else { PAGE });
+        limits::check(len, field, huge)?;
+        let kind = match huge {
+            false => MemfdFlags::empty(),
+            true => MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB,
+        };
+        let refused = |call, errno| refused(call, len, errno, huge);
         let name = match purpose {
             Purpose::Published => "mooncake-relay-slots",
             Purpose::Stamps => "mooncake-relay-stamps",
             Purpose::Receive => "mooncake-relay-receive",
         };
-        let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING)
-            .map_err(|errno| refused("memfd_create", len, errno))?;
-        ftruncate(&fd, len as u64).map_err(|errno| refused("ftruncate", len, errno))?;
+        let fd = memfd_create(name, MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING | kind)
+            .map_err(|errno| refused("memfd_create", errno))?;
+        ftruncate(&fd, len as u64).map_err(|errno| refused("ftruncate", errno))?;
         // A file that is sized but not backed is SIGBUS at the first touch.
         fallocate(&fd, FallocateFlags::empty(), 0, len as u64)
-            .map_err(|errno| refused("fallocate", len, errno))?;
-        let span = map(fd.as_fd(), len)?;
-        let host = Self { span, fd };
+            .map_err(|errno| refused("fallocate", errno))?;
+        let span = map(fd.as_fd(), len).map_err(|errno| refused("mmap", errno))?;
+        let host = Self { span, fd, huge };
         host.populate()?;
         if purpose != Purpose::Receive {
             // After our own mapping, which stays writable; nobody can make another such one.
             let seals =
                 SealFlags::FUTURE_WRITE | SealFlags::SHRINK | SealFlags::GROW | SealFlags::SEAL;
             fcntl_add_seals(&host.fd, seals)
-                .map_err(|errno| refused("sealing with F_SEAL_FUTURE_WRITE", len, errno))?;
+                .map_err(|errno| refused("sealing with F_SEAL_FUTURE_WRITE", errno))?;
         }
         Ok(host)
+    }
+
+    fn huge(&self) -> bool {
+        self.huge
     }
 
     fn span(&self) -> Span {
@@ -83,12 +97,12 @@ impl Host {
             Ok(()) => {}
             // Kernels before 5.14 do not know it.
             Err(Errno::INVAL) => self.touch(),
-            Err(errno) => return Err(refused("populating", len, errno)),
+            Err(errno) => return Err(refused("populating", len, errno, self.huge)),
         }
         // A forked child would write through a mapping that it inherits.
         // SAFETY: the range is our own mapping, and only a child's view of it changes.
         unsafe { madvise(ptr.as_ptr().cast(), len, Advice::LinuxDontFork) }
-            .map_err(|errno| refused("MADV_DONTFORK", len, errno))
+            .map_err(|errno| refused("MADV_DONTFORK", len, errno, self.huge))
     }
 
     fn touch(&self) {
@@ -115,16 +129,18 @@ impl AsFd for Host {
     }
 }
 
-fn map(fd: BorrowedFd<'_>, len: usize) -> Result<Span> {
+fn map(fd: BorrowedFd<'_>, len: usize) -> Result<Span, Errno> {
     let access = ProtFlags::READ | ProtFlags::WRITE;
     // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
-    let mapped = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, fd, 0) }
-        .map_err(|errno| refused("mmap", len, errno))?;
-    let ptr = NonNull::new(mapped.cast()).ok_or_else(|| refused("mmap", len, Errno::NOMEM))?;
+    let mapped = unsafe { mmap(ptr::null_mut(), len, access, MapFlags::SHARED, fd, 0) }?;
+    let ptr = NonNull::new(mapped.cast()).ok_or(Errno::NOMEM)?;
     Ok(Span { ptr, len })
 }
 
-fn refused(call: &str, len: usize, errno: Errno) -> Error {
+fn refused(call: &str, len: usize, errno: Errno, huge: bool) -> Error {
     let os = std::io::Error::from(errno);
+    if huge {
+        return huge::refused(call, len, &os);
+    }
     Error::Io(std::io::Error::new(os.kind(), format!("{call} of {len} bytes of memory: {os}")))
 }

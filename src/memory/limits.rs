@@ -9,12 +9,15 @@ use rustix::process::{Resource, getrlimit};
 
 use crate::error::{Error, Result};
 
-/// Fails if `len` bytes of shared memory cannot be had, naming `field` and how much there is.
-pub(super) fn check(len: usize, field: &'static str) -> Result<()> {
+/// Fails if `len` bytes of shared memory cannot be had, naming `field` and how much there is. Huge pages
+/// were set aside before: what is left of other memory does not bound them.
+pub(super) fn check(len: usize, field: &'static str, huge: bool) -> Result<()> {
     let len = len as u64;
     let mut limits = vec![("RLIMIT_FSIZE", getrlimit(Resource::Fsize).current)];
-    limits.push(("the memory available", available()));
-    limits.push(("the memory cgroup's limit less its use", cgroup_headroom()));
+    if !huge {
+        limits.push(("the memory available", available()));
+        limits.push(("the memory cgroup's limit less its use", cgroup_headroom()));
+    }
     for (what, limit) in limits {
         if let Some(limit) = limit.filter(|limit| len > *limit) {
             return Err(Error::config(

@@ -2,14 +2,16 @@
 
 mod copy;
 mod host;
+mod huge;
 mod limits;
 mod lock;
 mod stream;
 
 use std::ptr::NonNull;
 
+pub(crate) use self::huge::{CHOICES as HUGE_PAGES, check_huge};
 pub(crate) use self::lock::{check_lock, lock};
-pub use self::{copy::Copier, host::Host};
+pub use self::{copy::Copier, host::Host, huge::HugePages};
 use crate::error::Result;
 
 /// The size of a page.
@@ -31,9 +33,13 @@ pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
     /// The ordinal in the metadata; 0 for the host.
     fn device_id(&self) -> i64;
 
-    /// Allocates `len` bytes, initialised and page-aligned.
+    /// Allocates `len` bytes, initialised and page-aligned; in huge pages or not at all if `huge`.
     #[doc(hidden)]
-    fn allocate(options: &Self::Options, len: usize, purpose: Purpose) -> Result<Self>;
+    fn allocate(options: &Self::Options, len: usize, purpose: Purpose, huge: bool) -> Result<Self>;
+
+    /// Whether it is in huge pages.
+    #[doc(hidden)]
+    fn huge(&self) -> bool;
 
     /// Where it is. The same for the value's whole life.
     #[doc(hidden)]

@@ -33,8 +33,9 @@ impl<M: Memory> Pool<M> {
         credits: u32,
         slot_size: usize,
         purpose: Purpose,
+        huge: bool,
     ) -> Result<Arc<Self>> {
-        let memory = M::allocate(options, credits as usize * slot_size, purpose)?;
+        let memory = M::allocate(options, credits as usize * slot_size, purpose, huge)?;
         let (credits, kept) = (Credits::full(credits), AtomicIsize::new(0));
         Ok(Arc::new(Self { memory, slot_size, credits, kept }))
     }

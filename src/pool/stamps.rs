@@ -20,7 +20,7 @@ const RETIRED: u64 = 0;
 
 impl Stamps {
     pub(crate) fn new(count: u32) -> Result<Self> {
-        let memory = Host::allocate(&(), count as usize * STRIDE, Purpose::Stamps)?;
+        let memory = Host::allocate(&(), count as usize * STRIDE, Purpose::Stamps, false)?;
         Ok(Self { memory, count })
     }
 

@@ -90,7 +90,7 @@ impl Lender for Lent {
 
 /// A buffer of `len` bytes of 0xEE.
 fn buffer(len: usize) -> LocalBuffer {
-    let host = Host::allocate(&(), len, Purpose::Receive).unwrap();
+    let host = Host::allocate(&(), len, Purpose::Receive, false).unwrap();
     let span = Span { ptr: host.span().ptr, len };
     let lender = Arc::new(Lent { host, returned: AtomicUsize::new(0) });
     assert!(lender.host.span().len >= len);
