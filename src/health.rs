@@ -106,6 +106,9 @@ pub struct PeerHealth {
     pub session_id: String,
     /// `"good"` (it answered last time), `"unproven"` (it has not answered yet) or `"failed"`.
     pub state: &'static str,
+    /// Which way bytes come from it: `"local"` (shared memory), `"tcp"`, or as the engine's protocol
+    /// says.
+    pub way: String,
     /// How many of this relay's transfer threads are busy with it.
     pub busy: u32,
     /// How many gets from it ended well.
@@ -228,6 +231,7 @@ fn peers<M: Memory>(core: &Core<M>) -> Vec<PeerHealth> {
                 Trust::Unproven => "unproven",
                 Trust::Failed => "failed",
             },
+            way: core.engine.way(session_id).unwrap_or_else(|| core.engine.protocol()).to_owned(),
             busy: peer.busy(),
             done: peer.done.load(Ordering::Relaxed),
             failed: peer.failed.load(Ordering::Relaxed),

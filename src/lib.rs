@@ -38,6 +38,7 @@ mod ids;
 mod sync;
 #[cfg(not(loom))]
 mod wait;
+mod words;
 // layer 1: memory
 #[cfg(not(loom))]
 #[allow(unsafe_code)] // owns the bytes: mmap
@@ -82,6 +83,9 @@ mod relay;
 mod shutdown;
 #[cfg(not(loom))]
 mod tensor;
+#[cfg(not(loom))]
+#[allow(unsafe_code)] // lends a view's bytes to who says that it may
+mod view;
 
 #[cfg(all(feature = "conformance", not(loom)))]
 pub mod conformance;
@@ -96,7 +100,7 @@ pub use crate::{
     counters::Counters,
     engine::{
         Access, Engine, EngineOptions, Event, Filled, InProcessEngine, LocalBuffer, Publication,
-        ReadError, RemoteBuffer, Retracted, Stamp, open_engine,
+        ReadError, RemoteBuffer, Retracted, Stamp, Viewed, open_engine,
     },
     health::{AllCounters, Closed, Getting, Health, Holder, PeerHealth},
     memory::{Host, HugePages, Memory, Span},
@@ -104,6 +108,7 @@ pub use crate::{
     pool::Slot,
     relay::Relay,
     tensor::{DType, Tensor},
+    view::View,
     wait::WaitStrategy,
 };
 pub use crate::{
@@ -128,11 +133,16 @@ pub mod internal {
     #[cfg(loom)]
     pub use crate::wakes;
     pub use crate::{
-        doorbell::{Sleeper, Ticket},
+        doorbell::{Sleeper, Ticket, Word},
         pool::{Credits, Queued},
         puts::{Puts, Seen},
         token::{Completer, Tokens},
     };
+
+    /// See `src/words.rs`.
+    pub mod words {
+        pub use crate::words::*;
+    }
 }
 
 #[cfg(all(doctest, feature = "embedded"))]

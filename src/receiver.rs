@@ -263,8 +263,8 @@ impl<M: Memory> Core<M> {
         let len = size_of::<u64>();
         let scratch = self.scratch.try_slot(len).ok_or(Error::Exhausted)?;
         let (buffer, loan) = scratch.lend();
-        let stamp =
-            RemoteBuffer { peer: Arc::clone(&remote.peer), ptr, len, identity: None, stamp: None };
+        let peer = Arc::clone(&remote.peer);
+        let stamp = RemoteBuffer { peer, ptr, len, identity: None, stamp: None, local: None };
         let filled = match self.engine.read(&stamp, buffer, what.deadline) {
             Ok(filled) => filled,
             Err(ReadError { error, buffer }) => {
@@ -280,7 +280,7 @@ impl<M: Memory> Core<M> {
     }
 
     /// Tells the sender that its slot was read: one try here, the rest aside.
-    fn acknowledge(&self, what: &What) {
+    pub(crate) fn acknowledge(&self, what: &What) {
         let now = Instant::now();
         let limit = what.deadline.max(now + RETRY_FIRST).min(now + NOTIFY_LIMIT);
         let note = Notification::with_note(&what.name, Note::Complete);
@@ -347,7 +347,7 @@ impl<M: Memory> Core<M> {
     }
 
     /// Whether the peer answered, whatever it said.
-    fn learn(&self, what: &What, error: Option<&Error>) {
+    pub(crate) fn learn(&self, what: &What, error: Option<&Error>) {
         match error {
             None | Some(Error::Stale { .. } | Error::Rejected { .. }) => {
                 if what.peer.learn(Trust::Good) {
@@ -371,13 +371,13 @@ impl<M: Memory> Core<M> {
         }
     }
 
-    fn count_got(&self, what: &What) {
+    pub(crate) fn count_got(&self, what: &What) {
         self.counters.gets_done.count();
         self.counters.bytes_got.add(what.remote.len as u64);
         what.peer.count_done();
     }
 
-    fn count_failure(&self, what: &What, error: &Error) {
+    pub(crate) fn count_failure(&self, what: &What, error: &Error) {
         self.counters.gets_failed.count();
         what.peer.count_failure(error);
         let counters = &self.counters;

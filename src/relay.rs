@@ -9,7 +9,7 @@ use std::{
 use crate::{
     affinity,
     config::{Checked, Config},
-    core::{Core, Parts, State, Times},
+    core::{Core, Parts, Times},
     engine::{Engine, Stamp},
     error::{Error, Result},
     gets::What,
@@ -22,13 +22,12 @@ use crate::{
     shutdown::{Shutdown, Threads},
     tensor::Tensor,
     token::Token,
+    view::View,
     wait::deadline_after,
 };
 
 /// How long `drop` waits for the engine and for threads that are inside it.
 const DROP_LIMIT: Duration = Duration::from_secs(5);
-/// A wait for a slot that lasts this long is told once, with the holder.
-const SLOW_WAIT: Duration = Duration::from_secs(1);
 /// A sender may claim any lease; a note that it does not take is not retried for longer than this.
 const LONGEST_LEASE: Duration = Duration::from_secs(60 * 60);
 /// The few bytes that a stamp needs; a slot's size is what is asked for.
@@ -60,7 +59,10 @@ pub struct Relay<M: Memory = Host> {
     copier: Copier,
     shutdown: Shutdown,
     protocol: Arc<str>,
+    /// Where this host's peers find the engine.
+    local: Option<Arc<str>>,
     lease: Duration,
+    view_limit: Duration,
 }
 
 impl Relay<Host> {
@@ -134,6 +136,39 @@ impl Relay<Host> {
         }
         Ok(len)
     }
+
+    /// Looks at what `metadata` describes in the sender's own slot: no copy, whatever its size. Only
+    /// on the same host; waits at most [`Config::read_timeout`] for the sender to be met. Dropping
+    /// the view tells the sender that its slot was read.
+    ///
+    /// ```
+    /// # #[cfg(feature = "embedded")] {
+    /// # use std::sync::Arc;
+    /// # use mooncake_relay::*;
+    /// # let config = Config::default().with_slot_size(4096);
+    /// let sender = Relay::new(Arc::new(EmbeddedEngine::bind("127.0.0.1:0")?), &config)?;
+    /// let receiver = Relay::new(Arc::new(EmbeddedEngine::bind("127.0.0.1:0")?), &config)?;
+    /// let (metadata, put) = sender.put_bytes(b"hello", Tensor::bytes(5))?;
+    /// let view = receiver.view(&metadata)?;
+    /// let mut bytes = [0; 5];
+    /// view.copy_to(&mut bytes)?; // or `as_ptr`, if another library reads it
+    /// assert_eq!(&bytes, b"hello");
+    /// drop(view);
+    /// put.wait()?; // the sender has its slot back
+    /// # }
+    /// # Ok::<(), mooncake_relay::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] if the sender's memory cannot be reached: use [`Self::get`] then, which
+    /// always can; the sender does not hear of this, and still holds its slot. Otherwise
+    /// [`Error::Stale`], [`Error::Rejected`], [`Error::Metadata`] and [`Error::Closed`], as in
+    /// [`Self::get`].
+    pub fn view(&self, metadata: &Metadata) -> Result<View> {
+        let what = self.what(metadata, self.core.times.read_timeout)?;
+        self.core.view(what, metadata.tensor().clone(), self.view_limit)
+    }
 }
 
 impl<M: Memory> Relay<M> {
@@ -177,7 +212,9 @@ impl<M: Memory> Relay<M> {
         // From here on dropping the relay undoes what was done.
         let relay = Self {
             protocol: engine.protocol().into(),
+            local: engine.local(),
             lease: config.lease,
+            view_limit: config.view_limit,
             copier: Copier::new(cores),
             shutdown: Shutdown::default(),
             core,
@@ -222,7 +259,7 @@ impl<M: Memory> Relay<M> {
     /// [`Error::TimedOut`]; [`Error::TooLarge`] at once; [`Error::Closed`], also while it waits.
     pub fn acquire(&self, len: usize, timeout: Duration) -> Result<Slot<M>> {
         match self.try_acquire(len) {
-            Err(Error::Exhausted) => self.acquire_slow(len, timeout),
+            Err(Error::Exhausted) => self.core.acquire_slow(len, timeout),
             outcome => outcome,
         }
     }
@@ -406,6 +443,10 @@ impl<M: Memory> Relay<M> {
     }
 
     fn register(&self, engine: &Arc<dyn Engine>) -> Result<()> {
+        let slots = &self.core.slots;
+        if let Some(file) = slots.memory().file() {
+            engine.backed_by(slots.memory().span(), self.core.puts.slots() as u32, file);
+        }
         for (span, access) in self.core.spans() {
             self.shutdown.register(&**engine, span, access)?;
         }
@@ -458,6 +499,7 @@ impl<M: Memory> Relay<M> {
             credit_id: offset as u64,
             device_id: core.slots.memory().device_id(),
             stamp: Stamp { ptr: publication.stamp_span().addr(), value: publication.stamp() },
+            local: self.local.clone(),
             lease: self.lease,
             tensor,
         });
@@ -491,39 +533,6 @@ impl<M: Memory> Relay<M> {
             deadline: deadline_after(Instant::now(), timeout),
             remote,
         })
-    }
-
-    #[cold]
-    fn acquire_slow(&self, len: usize, timeout: Duration) -> Result<Slot<M>> {
-        let core = &self.core;
-        let start = Instant::now();
-        let until = deadline_after(start, timeout);
-        let mut warn_at = Some(deadline_after(start, SLOW_WAIT));
-        let credits = core.slots.credits();
-        let queued = credits.enqueue();
-        let credit = loop {
-            let next = warn_at.map_or(until, |at| at.min(until));
-            core.drive(&|| queued.credit().is_some(), Some(next));
-            let now = Instant::now();
-            if queued.credit().is_some() || now >= until || core.state() != State::Open {
-                // A credit that came in the last moment counts.
-                break queued.leave();
-            }
-            if warn_at.is_some_and(|at| now >= at) {
-                warn_at = None;
-                let oldest = core.puts.each().min_by_key(|seen| seen.since);
-                tracing::warn!(
-                    waited = ?now - start,
-                    holder = oldest.map(|seen| format!("{}_{}", core.engine_id, seen.id)),
-                    age = ?oldest.map(|seen| seen.age(core.ticks(now))),
-                    "every slot is in use: the oldest put has not been acknowledged"
-                );
-            }
-            std::thread::park_timeout(next.saturating_duration_since(now));
-        };
-        let slot = credit.map(|credit| core.slots.slot(credit, len));
-        core.check_open()?;
-        slot.ok_or(Error::TimedOut)
     }
 }
 

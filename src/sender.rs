@@ -1,6 +1,6 @@
 //! The sender's side: how a put is published, and the ways in which it ends.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use crate::{
     core::{Core, State},
@@ -13,7 +13,11 @@ use crate::{
     puts::Seen,
     sync::atomic::{Ordering, fence},
     token::{Completer, Token, Tokens},
+    wait::deadline_after,
 };
+
+/// A wait for a slot that lasts this long is told once, with the holder.
+const SLOW_WAIT: Duration = Duration::from_secs(1);
 
 /// A put that has not gone back to its slot's next owner.
 pub(crate) struct Entry<M: Memory> {
@@ -26,6 +30,39 @@ pub(crate) struct Entry<M: Memory> {
 }
 
 impl<M: Memory> Core<M> {
+    /// Waits for a slot, in turn; drives meanwhile.
+    #[cold]
+    pub(crate) fn acquire_slow(&self, len: usize, timeout: Duration) -> Result<Slot<M>> {
+        let start = Instant::now();
+        let until = deadline_after(start, timeout);
+        let mut warn_at = Some(deadline_after(start, SLOW_WAIT));
+        let credits = self.slots.credits();
+        let queued = credits.enqueue();
+        let credit = loop {
+            let next = warn_at.map_or(until, |at| at.min(until));
+            self.drive(&|| queued.credit().is_some(), Some(next));
+            let now = Instant::now();
+            if queued.credit().is_some() || now >= until || self.state() != State::Open {
+                // A credit that came in the last moment counts.
+                break queued.leave();
+            }
+            if warn_at.is_some_and(|at| now >= at) {
+                warn_at = None;
+                let oldest = self.puts.each().min_by_key(|seen| seen.since);
+                tracing::warn!(
+                    waited = ?now - start,
+                    holder = oldest.map(|seen| format!("{}_{}", self.engine_id, seen.id)),
+                    age = ?oldest.map(|seen| seen.age(self.ticks(now))),
+                    "every slot is in use: the oldest put has not been acknowledged"
+                );
+            }
+            std::thread::park_timeout(next.saturating_duration_since(now));
+        };
+        let slot = credit.map(|credit| self.slots.slot(credit, len));
+        self.check_open()?;
+        slot.ok_or(Error::TimedOut)
+    }
+
     /// Publishes a slot of this relay's.
     pub(crate) fn publish(
         &self,
@@ -73,6 +110,10 @@ impl<M: Memory> Core<M> {
                     |job, _| of_it(job) == Some(instance),
                     || Error::peer_failed("(the sender)", "it is gone"),
                 );
+            }
+            Event::ReaderGone(id) => {
+                let died = || Error::peer_failed("(its receiver)", "it died while it was reading");
+                self.end_put(id, died());
             }
         }
     }

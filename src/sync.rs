@@ -98,20 +98,31 @@ pub(crate) mod futex {
     use super::atomic::AtomicU32;
 
     /// Sleeps while `word` holds `expected`, until a wake with one of `bits`, at most for `left`.
-    pub(crate) fn wait(word: &AtomicU32, expected: u32, bits: u32, left: std::time::Duration) {
+    /// `shared`: other processes have the word's memory too.
+    pub(crate) fn wait(
+        word: &AtomicU32,
+        expected: u32,
+        bits: u32,
+        left: std::time::Duration,
+        shared: bool,
+    ) {
         let now = clock_gettime(ClockId::Monotonic);
         let left = Timespec::try_from(left).unwrap_or(Timespec { tv_sec: 1 << 32, tv_nsec: 0 });
         if let (Some(at), Some(bits)) = (now.checked_add(left), NonZeroU32::new(bits)) {
             // Woken, timed out, interrupted or changed: the caller looks again in each case.
-            let _ = futex::wait_bitset(word, Flags::PRIVATE, expected, Some(&at), bits);
+            let _ = futex::wait_bitset(word, flags(shared), expected, Some(&at), bits);
         }
     }
 
     /// Wakes everybody who sleeps on `word` with one of `bits`.
-    pub(crate) fn wake(word: &AtomicU32, bits: u32) {
+    pub(crate) fn wake(word: &AtomicU32, bits: u32, shared: bool) {
         if let Some(bits) = NonZeroU32::new(bits) {
-            let _ = futex::wake_bitset(word, Flags::PRIVATE, i32::MAX as u32, bits);
+            let _ = futex::wake_bitset(word, flags(shared), i32::MAX as u32, bits);
         }
+    }
+
+    fn flags(shared: bool) -> Flags {
+        if shared { Flags::empty() } else { Flags::PRIVATE }
     }
 }
 
@@ -127,9 +138,9 @@ pub(crate) mod futex {
         pub(crate) static WAKES: Cell<usize> = const { Cell::new(0) };
     }
 
-    pub(crate) fn wait(_: &AtomicU32, _: u32, _: u32, _: Duration) {}
+    pub(crate) fn wait(_: &AtomicU32, _: u32, _: u32, _: Duration, _: bool) {}
 
-    pub(crate) fn wake(_: &AtomicU32, _: u32) {
+    pub(crate) fn wake(_: &AtomicU32, _: u32, _: bool) {
         WAKES.set(WAKES.get() + 1);
     }
 }

@@ -24,6 +24,7 @@ fn variables() -> Vec<(&'static str, &'static str, &'static str, Config)> {
         ("TRANSFER_CORES", "transfer_cores", "0,2, 3", base().with_transfer_cores([0, 2, 3])),
         ("NOTIFIER_CORE", "notifier_core", "1", base().with_notifier_core(1)),
         ("WAIT", "wait", "park", base().with_wait(WaitStrategy::Park)),
+        ("VIEW_LIMIT_MS", "view_limit", "90", base().with_view_limit(Duration::from_millis(90))),
         ("LEASE_MS", "lease", "1500", base().with_lease(Duration::from_millis(1500))),
         ("QUARANTINE_MS", "quarantine", "0", base().with_quarantine(Duration::ZERO)),
         (

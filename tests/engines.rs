@@ -25,9 +25,11 @@ engine_suite!(in_process, in_process_engine);
 engine_suite!(in_process_with_writes, || Arc::new(fresh().allow_writes(true)));
 engine_suite!(wrapped, || broken(in_process_engine(), Fault::None));
 #[cfg(feature = "embedded")]
-engine_suite!(embedded_tcp, || Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()));
+engine_suite!(embedded_local, || Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()));
 #[cfg(feature = "embedded")]
-engine_suite!(embedded_tcp_ipv6, || Arc::new(EmbeddedEngine::bind("[::1]:0").unwrap()));
+engine_suite!(embedded_tcp, || tcp("127.0.0.1:0"));
+#[cfg(feature = "embedded")]
+engine_suite!(embedded_tcp_ipv6, || tcp("[::1]:0"));
 
 #[test]
 fn every_broken_engine_fails_its_case() {
@@ -89,6 +91,11 @@ fn the_list_of_cases_names_each_once() {
 
 fn fails(fault: Fault, case: Case) -> bool {
     catch_unwind(AssertUnwindSafe(|| case(&|| broken(in_process_engine(), fault)))).is_err()
+}
+
+#[cfg(feature = "embedded")]
+fn tcp(listen: &str) -> Arc<dyn Engine> {
+    Arc::new(EmbeddedEngine::builder(listen).local(false).bind().expect("a free port"))
 }
 
 fn in_process_engine() -> Arc<dyn Engine> {

@@ -141,7 +141,7 @@ fn relays_meet_through_a_proxy() {
     within(WATCHDOG, || {
         let proxy = Proxy::new();
         let engine = EmbeddedEngine::builder("127.0.0.1:0").advertise(&proxy.advertise());
-        let engine = Arc::new(engine.bind().unwrap());
+        let engine = Arc::new(engine.local(false).bind().unwrap());
         proxy.forward_to(engine.control_addr(), engine.data_addr());
         let relay = |engine| Relay::new(engine, &Config::default().with_slot_size(4096)).unwrap();
         let getter = relay(Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()));
@@ -159,8 +159,8 @@ fn relays_meet_through_a_proxy() {
 fn peers_meet_through_a_proxy() {
     within(WATCHDOG, || {
         let proxy = Proxy::new();
-        let flags = ["--slot-size", "4096", "--advertise", &proxy.advertise()];
-        let (putter, getter) = (Peer::start(&flags), Peer::start(&flags[..2]));
+        let flags = ["--slot-size", "4096", "--no-local", "--advertise", &proxy.advertise()];
+        let (putter, getter) = (Peer::start(&flags), Peer::start(&flags[..3]));
         proxy.forward_to_peer(&putter);
         let sent = putter.put(json!({"text": "hello"}));
         assert_eq!(getter.get(&sent.metadata)["sha256"], sent.sha256);

@@ -97,7 +97,7 @@ fn sockets_of_a_namespace_are_counted_by_state() {
 fn peers_run_in_a_namespace() {
     within(WATCHDOG, || {
         let Some(net) = Net::new() else { return };
-        let flags = ["--slot-size", "4096"];
+        let flags = ["--slot-size", "4096", "--no-local"];
         let (putter, getter) = (Peer::start_in(&net, &flags), Peer::start_in(&net, &flags));
         assert_eq!(net.count(State::Listening), 4);
         let sent = putter.put(json!({"text": "hello"}));

@@ -4,6 +4,9 @@
 //! mutations that were tried.
 #![cfg(loom)]
 
+#[path = "loom/shared.rs"]
+mod shared;
+
 use std::time::Duration;
 
 use loom::{

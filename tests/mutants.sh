@@ -6,7 +6,7 @@ here=$(cd "$(dirname "$0")/.." && pwd)
 work=${TMPDIR:-/tmp}/mutants.$$
 mkdir -p "$work" && trap 'rm -rf "$work"' EXIT
 mkdir "$work/tree"
-(cd "$here" && git ls-files -z | xargs -0 tar cf - 2>/dev/null) | (cd "$work/tree" && tar xf -)
+(cd "$here" && git ls-files -z | xargs -0 tar cf - 2>/dev/null) | (cd "$work/tree" && tar xmf -)
 caught=0 survived=0
 
 export RUSTFLAGS="--cfg loom" LOOM_MAX_PREEMPTIONS=2 CARGO_TARGET_DIR="$here/target/mutants"
@@ -72,7 +72,23 @@ mutant "give_back: no fence" $c '/pub fn give_back(/,/^    }/s/fence(Ordering::S
 mutant "enqueue: no fence" $c '/pub fn enqueue(/,/^    }/s/fence(Ordering::SeqCst);//' loom
 mutant "take_or_starve: no fence" $c '/pub fn take_or_starve(/,/^    }/s/fence(Ordering::SeqCst);//' loom
 mutant "leave: a credit that came is left behind" $c '/fn end(/,/^    }/s/        waiter.credit()/        None/' loom
-mutant "wake: the ring is not counted" $d 's/(word \& !STATE).wrapping_add(WAKE)/word \& !STATE/' loom
+mutant "wake: the ring is not counted" $d 's/(seen \& !STATE).wrapping_add(WAKE)/seen \& !STATE/' loom
+
+w=src/words.rs
+mutant "pin: no fence" $w '/pub fn pin(/,/^}/s/fence(Ordering::SeqCst);//' loom
+mutant "retire: no fence" $w '/pub fn retire(/,/^}/s/fence(Ordering::SeqCst);//' loom
+mutant "pin: the mark is not compared" $w '/pub fn pin(/,/^}/s/== expected {/!= NOTHING {/' loom
+mutant "pin: load loses Acquire" $w '/pub fn pin(/,/^}/s/Ordering::Acquire/Ordering::Relaxed/' loom
+mutant "publish: store loses Release" $w '/pub fn publish(/,/^}/s/Ordering::Release/Ordering::Relaxed/' loom
+mutant "holds: no fence" $w '/pub fn holds(/,/^}/s/fence(Ordering::Acquire);//' loom
+mutant "unpin: exchange loses Release" $w '/pub fn unpin(/,/^}/s/FREE, Ordering::Release/FREE, Ordering::Relaxed/' loom
+mutant "unpin: whoever revoked is not heard" $w '/pub fn unpin(/,/^}/s/^    held$/    true/' loom
+mutant "is_pinned: load loses Acquire" $w '/pub fn is_pinned(/,/^}/s/Ordering::Acquire/Ordering::Relaxed/' loom
+mutant "revoke: no fence" $w '/pub fn revoke(/,/^}/s/fence(Ordering::Release);//' loom
+mutant "revoke: exchange loses Acquire" $w '/pub fn revoke(/,/^}/s/= Ordering::Acquire/= Ordering::Relaxed/' loom
+mutant "retire: the mark is not compared" $w '/pub fn retire(/,/^}/s/let _ = mark.compare_exchange(value, NOTHING, Ordering::Relaxed, Ordering::Relaxed);/mark.store(NOTHING, Ordering::Relaxed); let _ = value;/' loom
+mutant "end: load loses Acquire" $w '/pub fn end(/,/^}/s/Ordering::Acquire/Ordering::Relaxed/' loom
+mutant "advance: store loses Release" $w '/pub fn advance(/,/^}/s/Ordering::Release/Ordering::Relaxed/' loom
 
 echo "$caught caught, $survived not"
 [ "$survived" -eq 0 ]

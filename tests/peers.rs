@@ -18,8 +18,8 @@ const SLOT: u64 = 256 << 10;
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
 const WATCHDOG: Duration = Duration::from_secs(180);
 
-/// The flags for each way that bytes can go. So far there is one, TCP.
-const WAYS: [&[&str]; 1] = [&["--no-local"]];
+/// The flags for each way that bytes can go: shared memory and TCP.
+const WAYS: [&[&str]; 2] = [&[], &["--no-local"]];
 
 fn start(flags: &[&str]) -> Peer {
     Peer::start(&[&["--slot-size", "262144"], flags].concat())

@@ -11,5 +11,5 @@ use std::sync::Arc;
 use mooncake_relay::{EmbeddedEngine, Engine};
 
 fn engine() -> Arc<dyn Engine> {
-    Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap())
+    Arc::new(EmbeddedEngine::builder("127.0.0.1:0").local(false).bind().unwrap())
 }

@@ -8,16 +8,16 @@ use std::{
 
 /// The layers, lowest first: a file may use its own layer and the ones below it.
 const LAYERS: &[&[&str]] = &[
-    &["error", "sync", "identity", "ids", "affinity", "doorbell", "wait"],
+    &["error", "sync", "identity", "ids", "affinity", "doorbell", "wait", "words"],
     &["memory"],
     &["engine"],
     &["backlog", "pool", "puts", "token"],
     &["core", "counters", "gets", "notifier", "peers", "receiver", "sender"],
-    &["config", "health", "metadata", "relay", "shutdown", "tensor", "guide"],
+    &["config", "health", "metadata", "relay", "shutdown", "tensor", "view", "guide"],
 ];
 
 /// Files whose atomics loom must be able to replace.
-const LOCK_FREE: &[&str] = &["doorbell.rs", "pool/credits.rs", "puts.rs", "token.rs"];
+const LOCK_FREE: &[&str] = &["doorbell.rs", "pool/credits.rs", "puts.rs", "token.rs", "words.rs"];
 
 /// Where `unsafe` may live.
 const ROOMS: &[&str] = &[
@@ -33,6 +33,7 @@ const ROOMS: &[&str] = &[
     "puts.rs",
     "shutdown.rs",
     "token.rs",
+    "view.rs",
 ];
 
 const MOST_LINES: usize = 600;

@@ -79,7 +79,7 @@ struct Args {
     /// What a thread does between looks: auto, spin, yield or park.
     #[arg(long, default_value = "auto", value_parser = wait_strategy)]
     wait: WaitStrategy,
-    /// Use TCP also between processes of one host. This version always does.
+    /// Use TCP also between processes of one host.
     #[arg(long)]
     no_local: bool,
 }
@@ -120,6 +120,7 @@ fn run(args: &Args) -> Result<()> {
     let options = EngineOptions {
         listen: args.listen.clone(),
         advertise: args.advertise.clone(),
+        local: !args.no_local,
         ..EngineOptions::default()
     };
     let config = Config::default()

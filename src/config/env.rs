@@ -15,7 +15,8 @@ impl Config {
     /// Each field has the variable of its name: `MOONCAKE_RELAY_CREDITS`, and so on. Durations are
     /// whole milliseconds and say so: `MOONCAKE_RELAY_LEASE_MS`. `MOONCAKE_RELAY_TRANSFER_CORES`
     /// has commas between the cores. Any other variable that begins with `MOONCAKE_RELAY_` gets a
-    /// warning in the log, except `_ENGINE`, `_LISTEN` and `_ADVERTISE`, which choose the engine.
+    /// warning in the log, except `_ENGINE`, `_LISTEN`, `_ADVERTISE`
+    /// and `_LOCAL`, which choose the engine.
     /// [`guide::settings`](crate::guide::settings) lists them all, by name.
     ///
     /// ```
@@ -81,13 +82,15 @@ impl Config {
             "LEASE" => return Err(variable.lacks_unit("lease")),
             "QUARANTINE" => return Err(variable.lacks_unit("quarantine")),
             "READ_TIMEOUT" => return Err(variable.lacks_unit("read_timeout")),
+            "VIEW_LIMIT" => return Err(variable.lacks_unit("view_limit")),
             "LEASE_MS" => self.lease = variable.milliseconds("lease")?,
             "QUARANTINE_MS" => self.quarantine = variable.milliseconds("quarantine")?,
             "READ_TIMEOUT_MS" => self.read_timeout = variable.milliseconds("read_timeout")?,
+            "VIEW_LIMIT_MS" => self.view_limit = variable.milliseconds("view_limit")?,
             "QUEUED_GETS" => self.queued_gets = variable.parse("queued_gets", QUEUED)?,
             "LOCK_MEMORY" => self.lock_memory = variable.parse("lock_memory", "true or false")?,
             "HUGE_PAGES" => self.huge_pages = variable.parse("huge_pages", HUGE_PAGES)?,
-            "ENGINE" | "LISTEN" | "ADVERTISE" => {} // for whoever opens the engine
+            "ENGINE" | "LISTEN" | "ADVERTISE" | "LOCAL" => {} // for whoever opens the engine
             _ => tracing::warn!(variable = variable.name, "ignored: no setting has this name"),
         }
         Ok(())

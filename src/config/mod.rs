@@ -53,6 +53,8 @@ pub struct Config {
     /// How long a get may take if the call gives no time, its time in the queue included, and a
     /// `put_bytes` wait for a slot; not zero. 30 s.
     pub read_timeout: Duration,
+    /// How long a [`View`](crate::View) of a sender's slot holds; not zero. 30 s.
+    pub view_limit: Duration,
     /// How many gets may wait for a slot and a thread, 1 to 1,048,576. 1024.
     pub queued_gets: usize,
     /// Whether the slots are locked, so that the system never swaps them out. `false`.
@@ -75,6 +77,7 @@ impl Default for Config {
             lease: Duration::from_secs(30),
             quarantine: Duration::from_secs(30),
             read_timeout: Duration::from_secs(30),
+            view_limit: Duration::from_secs(30),
             queued_gets: 1024,
             lock_memory: false,
             huge_pages: HugePages::Off,
@@ -110,6 +113,7 @@ setters! {
     with_lease: lease, Duration;
     with_quarantine: quarantine, Duration;
     with_read_timeout: read_timeout, Duration;
+    with_view_limit: view_limit, Duration;
     with_queued_gets: queued_gets, usize;
     with_lock_memory: lock_memory, bool;
     with_huge_pages: huge_pages, HugePages;
@@ -136,7 +140,12 @@ impl Config {
         within("receive_credits", receive_credits as usize, MAX_CREDITS, CREDITS)?;
         within("transfer_threads", self.transfer_threads, MAX_THREADS, THREADS)?;
         within("queued_gets", self.queued_gets, MAX_QUEUED, QUEUED)?;
-        for (field, time) in [("lease", self.lease), ("read_timeout", self.read_timeout)] {
+        let times = [
+            ("lease", self.lease),
+            ("read_timeout", self.read_timeout),
+            ("view_limit", self.view_limit),
+        ];
+        for (field, time) in times {
             if time.is_zero() {
                 return Err(Error::config(field, "is zero: nothing could happen in it"));
             }
@@ -155,6 +164,7 @@ impl Config {
             lease: self.lease,
             quarantine: self.quarantine,
             read_timeout: self.read_timeout,
+            view_limit: self.view_limit,
             queued_gets: self.queued_gets,
             lock_memory: self.lock_memory,
             huge_pages: self.huge_pages,
@@ -180,6 +190,7 @@ pub(crate) struct Checked {
     pub(crate) lease: Duration,
     pub(crate) quarantine: Duration,
     pub(crate) read_timeout: Duration,
+    pub(crate) view_limit: Duration,
     pub(crate) queued_gets: usize,
     pub(crate) lock_memory: bool,
     pub(crate) huge_pages: HugePages,
@@ -266,6 +277,7 @@ mod tests {
             ("notifier_core", base().with_notifier_core(absent)),
             ("lease", base().with_lease(Duration::ZERO)),
             ("read_timeout", base().with_read_timeout(Duration::ZERO)),
+            ("view_limit", base().with_view_limit(Duration::ZERO)),
             ("queued_gets", base().with_queued_gets(0)),
             ("queued_gets", base().with_queued_gets((1 << 20) + 1)),
         ];

@@ -43,7 +43,7 @@ impl Side {
 
     pub(super) fn new(engine: Arc<dyn Engine>, slots: u32, size: usize) -> Self {
         let slot_size = size.next_multiple_of(PAGE);
-        let total = slot_size * slots as usize;
+        let (count, total) = (slots, slot_size * slots as usize);
         let memory =
             |len, purpose| Host::allocate(&(), len, purpose, false).expect("a test gets memory");
         let side = Self {
@@ -57,6 +57,9 @@ impl Side {
             stopped: AtomicBool::new(false),
         };
         side.engine.start(&side.instance).expect("a fresh engine starts");
+        if let Some((slots, file)) = side.slots.as_ref().and_then(|it| Some((it, it.file()?))) {
+            side.engine.backed_by(slots.span(), count, file);
+        }
         for (span, access) in side.registered() {
             // SAFETY: the memory lives until `drop`, which leaks it if `unregister` fails.
             unsafe { side.engine.register(span, access) }.expect("fresh memory can be registered");
@@ -135,6 +138,7 @@ impl Side {
             .with_identity(publication.identity());
         let ptr = publication.stamp_span().addr();
         remote.stamp = Some(Stamp { ptr, value: publication.stamp() });
+        remote.local = self.engine.local();
         remote
     }
 
@@ -188,7 +192,7 @@ impl Side {
         let mut notes = Vec::new();
         let polled = self.engine.poll(&mut |event| match event {
             Event::Note(note) => notes.push(note),
-            Event::PeerGone(_) => {}
+            Event::PeerGone(_) | Event::ReaderGone(_) => {}
         });
         polled.expect("a healthy engine can be polled");
         notes

@@ -28,12 +28,14 @@ pub struct RemoteBuffer {
     pub identity: Option<Identity>,
     /// What proves them where the transport cannot check the identity.
     pub stamp: Option<Stamp>,
+    /// Where the peer is found by who is on its host: its [`local`](crate::Engine::local).
+    pub local: Option<Arc<str>>,
 }
 
 impl RemoteBuffer {
     /// `len` bytes at `ptr` in the memory of `peer`, of no known identity.
     pub fn new(peer: &str, ptr: u64, len: usize) -> Self {
-        Self { peer: peer.into(), ptr, len, identity: None, stamp: None }
+        Self { peer: peer.into(), ptr, len, identity: None, stamp: None, local: None }
     }
 
     /// The same bytes, as those of one put.

@@ -8,7 +8,7 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Identity, Publication, Retracted};
+use super::{Identity, Publication, Retracted, TransferId};
 use crate::memory::Span;
 
 /// The table of published slots. The relay publishes and retracts; the engine's server pins.
@@ -63,6 +63,14 @@ impl Exports {
     /// As `retract`; reads under way find [`Pin::is_cut`].
     pub(crate) fn cut(&self, publication: &Publication) -> Retracted {
         self.end(publication, true)
+    }
+
+    /// The put that is open in `slot` and has that random half of an id.
+    pub(crate) fn id(&self, slot: u32, random: u64) -> Option<TransferId> {
+        let slots = self.slots.lock();
+        let export = slots.get(slot as usize)?.as_ref()?;
+        let id = export.publication.identity.id;
+        (export.open && id.random == random).then_some(id)
     }
 
     fn end(&self, publication: &Publication, cut: bool) -> Retracted {
@@ -191,7 +199,7 @@ impl Drop for Pin {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::{Instance, TransferId};
+    use crate::engine::Instance;
 
     #[test]
     fn a_slot_that_is_read_of_one_relay_is_not_published_by_another() {

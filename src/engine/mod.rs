@@ -8,7 +8,7 @@ mod exports;
 mod inprocess;
 mod open;
 
-use std::{fmt, time::Instant};
+use std::{fmt, os::fd::BorrowedFd, sync::Arc, time::Instant};
 
 pub(crate) use self::buffer::Lender;
 pub use self::buffer::{Filled, LocalBuffer, ReadError, RemoteBuffer, Stamp};
@@ -130,6 +130,27 @@ pub trait Engine: Send + Sync + 'static {
     /// calls that come in its middle or after it fail, or do nothing.
     fn stop(&self, deadline: Instant);
 
+    /// Where peers on this host find this engine, to read from it without a socket; the relay puts
+    /// it into its metadata. Asked once, after [`start`](Self::start). By default there is no such
+    /// place.
+    fn local(&self) -> Option<Arc<str>> {
+        None
+    }
+
+    /// `span`, which will be registered next, is `slots` slots of one size, and all of the memory
+    /// file `fd`, or its beginning. The file is sealed: nobody but its owner can write to it. An
+    /// engine may have peers map it to read. By default it does nothing.
+    fn backed_by(&self, span: Span, slots: u32, fd: BorrowedFd<'_>) {
+        let _ = (span, slots, fd);
+    }
+
+    /// Which way bytes come from `peer` at present, for [`Relay::health`](crate::Relay::health):
+    /// `"local"`, `"tcp"`. `None`, the default: as [`protocol`](Self::protocol) says.
+    fn way(&self, peer: &str) -> Option<&'static str> {
+        let _ = peer;
+        None
+    }
+
     /// Makes `span` known: to be read by peers where and while it is published, or to be filled by
     /// [`read`](Self::read).
     ///
@@ -203,6 +224,15 @@ pub trait Engine: Send + Sync + 'static {
         deadline: Instant,
     ) -> Option<Result<()>> {
         let _ = (remote, dest, deadline);
+        None
+    }
+
+    /// Pins `remote`, to be looked at where it is, for [`Relay::view`](crate::Relay::view). `None`,
+    /// the default: it cannot be; nothing was asked of the peer.
+    ///
+    /// What it pins is ended by [`interrupt`](Self::interrupt) of its span, as a read is.
+    fn view(&self, remote: &RemoteBuffer, deadline: Instant) -> Option<Result<Box<dyn Viewed>>> {
+        let _ = (remote, deadline);
         None
     }
 
@@ -282,6 +312,26 @@ pub trait Engine: Send + Sync + 'static {
     fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
         let _ = each;
     }
+}
+
+/// A peer's bytes, pinned, from [`Engine::view`].
+///
+/// # Safety
+///
+/// The span is mapped to read for as long as the value lives, and while it
+/// [`holds`](Self::holds) its bytes are those of the put that was asked for.
+pub unsafe trait Viewed: fmt::Debug + Send + Sync {
+    /// Where the bytes are. The same for the value's whole life.
+    fn span(&self) -> Span;
+
+    /// Whether the pin holds.
+    fn holds(&self) -> bool;
+
+    /// Copies the bytes to `dest`, which is as long. They are good if it holds afterwards.
+    fn copy_to(&self, dest: &mut [u8]);
+
+    /// Lets go of the pin, once; whether it held until now.
+    fn end(&mut self) -> bool;
 }
 
 /// What peers may do with a registered span.
@@ -396,4 +446,6 @@ pub enum Event {
     Note(Notification),
     /// The relay of that instance is proven gone: the engine has ended its reads.
     PeerGone(Instance),
+    /// Who was in the middle of reading that put is proven gone.
+    ReaderGone(TransferId),
 }

@@ -21,16 +21,20 @@ pub struct EngineOptions {
     pub advertise: Option<String>,
     /// Whether peers may write into slots that are published. Default no.
     pub allow_writes: bool,
+    /// Whether shared memory is used between processes of this host, where it can be. Default yes.
+    pub local: bool,
 }
 
 impl Default for EngineOptions {
     fn default() -> Self {
-        Self { listen: "127.0.0.1:0".to_owned(), advertise: None, allow_writes: false }
+        let listen = "127.0.0.1:0".to_owned();
+        Self { listen, advertise: None, allow_writes: false, local: true }
     }
 }
 
 impl EngineOptions {
-    /// The default, with `MOONCAKE_RELAY_LISTEN` and `MOONCAKE_RELAY_ADVERTISE` where they are set.
+    /// The default, with `MOONCAKE_RELAY_LISTEN` and `MOONCAKE_RELAY_ADVERTISE` where they are set,
+    /// and without shared memory where `MOONCAKE_RELAY_LOCAL` is `false`.
     /// Whether they are addresses is found when the engine is opened; see [`open_engine`] for an
     /// example.
     pub fn from_env() -> Self {
@@ -39,6 +43,7 @@ impl EngineOptions {
             options.listen = listen;
         }
         options.advertise = env::var("MOONCAKE_RELAY_ADVERTISE").ok();
+        options.local = env::var("MOONCAKE_RELAY_LOCAL").map_or(true, |local| local != "false");
         options
     }
 }
@@ -66,7 +71,8 @@ pub fn open_engine(name: &str, options: &EngineOptions) -> Result<Arc<dyn Engine
             if let Some(advertise) = &options.advertise {
                 builder = builder.advertise(advertise);
             }
-            Ok(Arc::new(builder.allow_writes(options.allow_writes).bind()?))
+            let builder = builder.allow_writes(options.allow_writes).local(options.local);
+            Ok(Arc::new(builder.bind()?))
         }
         "mooncake" => Err(Error::config(
             "engine",

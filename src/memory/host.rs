@@ -86,6 +86,10 @@ impl Memory for Host {
     fn span(&self) -> Span {
         self.span
     }
+
+    fn file(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.fd.as_fd())
+    }
 }
 
 impl Host {

@@ -7,7 +7,7 @@ mod limits;
 mod lock;
 mod stream;
 
-use std::ptr::NonNull;
+use std::{os::fd::BorrowedFd, ptr::NonNull};
 
 pub(crate) use self::huge::{CHOICES as HUGE_PAGES, check_huge};
 pub(crate) use self::lock::{check_lock, lock};
@@ -44,6 +44,10 @@ pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
     /// Where it is. The same for the value's whole life.
     #[doc(hidden)]
     fn span(&self) -> Span;
+
+    /// The file that it is, if other processes could map that.
+    #[doc(hidden)]
+    fn file(&self) -> Option<BorrowedFd<'_>>;
 }
 
 /// What memory is for; on the host each is a memfd of its own.

@@ -9,6 +9,7 @@ use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
     de::{DeserializeSeed, Error as _, MapAccess},
 };
+use serde_json::Value;
 
 use super::{
     Inner, Metadata,
@@ -25,6 +26,8 @@ const MAX_TEXT: usize = 64 * 1024;
 const MAX_SESSION_ID: usize = 300;
 const MAX_NAME: usize = 255;
 const MAX_PROTOCOL: usize = 64;
+/// What the name of an abstract socket has at most.
+const MAX_SOCKET: usize = 107;
 const MAX_REASON: usize = 200;
 const VERSION: u64 = 1;
 
@@ -46,6 +49,7 @@ impl Serialize for Metadata {
                 stamp: stamp.value,
                 stamp_ptr: stamp.ptr,
                 lease_ms,
+                local: remote.local.as_deref().map(|socket| WireLocal { socket }),
             }),
             _ => None,
         };
@@ -112,7 +116,7 @@ struct Wire<'a> {
     mooncake: WireBuffer,
     transfer_info: WireInfo<'a>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    relay: Option<WireRelay>,
+    relay: Option<WireRelay<'a>>,
 }
 
 #[derive(Serialize)]
@@ -133,7 +137,7 @@ struct WireInfo<'a> {
 
 /// The version comes first, so that a later one is refused for what it is.
 #[derive(Serialize)]
-struct WireRelay {
+struct WireRelay<'a> {
     version: u64,
     #[serde(serialize_with = "as_text")]
     instance: Instance,
@@ -144,6 +148,13 @@ struct WireRelay {
     #[serde(serialize_with = "as_pointer")]
     stamp_ptr: u64,
     lease_ms: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    local: Option<WireLocal<'a>>,
+}
+
+#[derive(Serialize)]
+struct WireLocal<'a> {
+    socket: &'a str,
 }
 
 fn as_text<S: Serializer>(value: &impl fmt::Display, serializer: S) -> Result<S::Ok, S::Error> {
@@ -193,6 +204,8 @@ struct RawRelay<'a> {
     stamp: Option<Text<'a>>,
     stamp_ptr: Option<Text<'a>>,
     lease_ms: Option<u64>,
+    /// Of any shape: only a hint, which a later version may give in another way.
+    local: Option<Value>,
 }
 
 /// The only version there is: another is refused before what follows it is looked at.
@@ -239,6 +252,7 @@ impl Raw<'_> {
                 len,
                 identity: relay.as_ref().map(|relay| relay.identity),
                 stamp: relay.as_ref().map(|relay| relay.stamp),
+                local: relay.as_ref().and_then(|relay| relay.local.clone()),
             },
             device_id: buffer.device_id,
             credit_id: info.credit_id,
@@ -252,6 +266,7 @@ struct Relay {
     identity: Identity,
     stamp: Stamp,
     lease_ms: u64,
+    local: Option<Arc<str>>,
 }
 
 impl RawRelay<'_> {
@@ -276,7 +291,11 @@ impl RawRelay<'_> {
             .filter(|&ptr| ptr != 0 && ptr.checked_add(8).is_some())
             .ok_or_else(|| Error::metadata("stamp_ptr", "not the \"0x…\" of eight bytes"))?;
         let lease_ms = required(self.lease_ms, "lease_ms")?;
-        Ok(Relay { identity: Identity { instance, id }, stamp: Stamp { ptr, value }, lease_ms })
+        let local = self.local.as_ref().and_then(|local| local.get("socket")?.as_str());
+        let local = local.map(|name| Text(name.into()));
+        let local = local.as_ref().map(|name| printable(name, "socket", MAX_SOCKET)).transpose()?;
+        let (identity, stamp) = (Identity { instance, id }, Stamp { ptr, value });
+        Ok(Relay { identity, stamp, lease_ms, local: local.map(Arc::from) })
     }
 }
 
@@ -385,6 +404,7 @@ impl<'de> Object<'de> for RawRelay<'de> {
             "stamp" => entry.value("stamp", &mut self.stamp),
             "stamp_ptr" => entry.value("stamp_ptr", &mut self.stamp_ptr),
             "lease_ms" => entry.value("lease_ms", &mut self.lease_ms),
+            "local" => entry.value("local", &mut self.local),
             _ => entry.skip(),
         }
     }

@@ -64,6 +64,8 @@ pub(crate) struct Put {
     pub(crate) credit_id: u64,
     pub(crate) device_id: i64,
     pub(crate) stamp: Stamp,
+    /// Where the engine is found on its host.
+    pub(crate) local: Option<Arc<str>>,
     pub(crate) lease: Duration,
     /// Known to [fit](Tensor::fits).
     pub(crate) tensor: Tensor,
@@ -88,6 +90,7 @@ impl Metadata {
                 len: put.len,
                 identity: Some(put.identity),
                 stamp: Some(put.stamp),
+                local: put.local,
             },
             device_id: Some(put.device_id),
             credit_id: Some(put.credit_id),
@@ -202,6 +205,7 @@ mod tests {
             credit_id: 4096,
             device_id: 0,
             stamp: Stamp { ptr: 0x7f00_1000_0008, value: 0xdead_beef },
+            local: Some("mooncake-relay-abab".into()),
             lease: Duration::MAX,
             tensor: Tensor::new(DType::Bfloat16, [2, 3]),
         };

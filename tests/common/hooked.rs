@@ -6,6 +6,7 @@
 
 use std::{
     fmt, mem,
+    os::fd::BorrowedFd,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, AtomicUsize, Ordering},
@@ -15,7 +16,7 @@ use std::{
 
 use mooncake_relay::{
     Access, Doorbell, Engine, Error, Event, Filled, InProcessEngine, Instance, LocalBuffer,
-    Notification, Publication, ReadError, RemoteBuffer, Result, Retracted, Span,
+    Notification, Publication, ReadError, RemoteBuffer, Result, Retracted, Span, Viewed,
 };
 use parking_lot::{Mutex, RwLock};
 
@@ -271,6 +272,18 @@ macro_rules! hooks {
                 }
             }
 
+            fn local(&self) -> Option<Arc<str>> {
+                self.inner.engine.local()
+            }
+
+            fn backed_by(&self, span: Span, slots: u32, fd: BorrowedFd<'_>) {
+                self.inner.engine.backed_by(span, slots, fd);
+            }
+
+            fn way(&self, peer: &str) -> Option<&'static str> {
+                self.inner.engine.way(peer)
+            }
+
             fn doorbell(&self) -> Option<&Doorbell> {
                 match self.inner.bell.get() {
                     Some(instead) => instead.as_ref(),
@@ -299,6 +312,7 @@ hooks! {
         -> Vec<Result<Filled, ReadError>>;
     on_read_into: read_into(remote: &RemoteBuffer, dest: &mut [u8], deadline: Instant)
         -> Option<Result<()>>;
+    on_view: view(remote: &RemoteBuffer, deadline: Instant) -> Option<Result<Box<dyn Viewed>>>;
     on_write: write(remote: &RemoteBuffer, local: LocalBuffer, deadline: Instant)
         -> Result<LocalBuffer, ReadError>;
     on_notify: notify(peer: &str, note: &Notification, deadline: Instant) -> Result<()>;

@@ -61,6 +61,12 @@ impl Place {
         limited.with("setpriv", &["--bounding-set", "-ipc_lock", "--inh-caps", "-ipc_lock"])
     }
 
+    /// As another user, which only root can be.
+    pub(crate) fn with_user(self, user: u32) -> Option<Self> {
+        let (user, group) = (format!("--reuid={user}"), format!("--regid={user}"));
+        self.with("setpriv", &[&user, &group, "--clear-groups"])
+    }
+
     fn with(mut self, tool: &str, flags: &[&str]) -> Option<Self> {
         self.words.push(tool.to_owned());
         self.words.extend(flags.iter().map(|&flag| flag.to_owned()));

@@ -34,9 +34,17 @@ pub(crate) const ENGINES: &[On] = &[
     #[cfg(feature = "embedded")]
     On {
         name: "embedded_tcp",
-        make: || Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()),
+        make: || Arc::new(EmbeddedEngine::builder("127.0.0.1:0").local(false).bind().unwrap()),
         flags: Some(&["--no-local"]),
         behind: Some(behind),
+    },
+    // No proxy: it would stand where no byte passes.
+    #[cfg(feature = "embedded")]
+    On {
+        name: "embedded_local",
+        make: || Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()),
+        flags: Some(&[]),
+        behind: None,
     },
 ];
 
@@ -187,6 +195,11 @@ impl AtRest {
         self.put_bytes(bytes, Tensor::bytes(bytes.len())).unwrap()
     }
 
+    /// Whether it has read through shared memory, which takes no part of its sender.
+    pub(crate) fn reads_memory(&self) -> bool {
+        self.health().counters.engine.get("reads_local").is_some_and(|count| *count > 0)
+    }
+
     /// One transfer, from end to end, to `other`.
     #[track_caller]
     pub(crate) fn works_with(&self, other: &Relay) {
@@ -249,6 +262,11 @@ impl Peer {
             let busy = ["quarantined", "reading", "queued"].map(|name| health[name].clone());
             (free, receive_free, json!(busy))
         });
+    }
+
+    /// Whether it has read through shared memory, which takes no part of its sender.
+    pub(crate) fn reads_memory(&self) -> bool {
+        self.health()["counters"]["reads_local"].as_u64().unwrap_or(0) > 0
     }
 
     /// One put, from end to end, to `other`.
@@ -333,8 +351,8 @@ fn disturbed() -> Arc<dyn Engine> {
 
 #[cfg(feature = "embedded")]
 fn behind(proxy: &Proxy) -> Arc<dyn Engine> {
-    let engine =
-        EmbeddedEngine::builder("127.0.0.1:0").advertise(&proxy.advertise()).bind().unwrap();
+    let builder = EmbeddedEngine::builder("127.0.0.1:0").local(false);
+    let engine = builder.advertise(&proxy.advertise()).bind().unwrap();
     proxy.forward_to(engine.control_addr(), engine.data_addr());
     Arc::new(engine)
 }

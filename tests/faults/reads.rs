@@ -261,9 +261,16 @@ fn q10_what_a_frozen_peer_sends_late_lands_in_no_other_get(on: &On) {
         let late = frozen.put(json!({"size": LEN, "fill": 0xEE}));
         let metadata: Metadata = serde_json::from_value(late.metadata).unwrap();
         frozen.stop();
-        let get = relay.get_timeout(&metadata, Duration::from_millis(50)).unwrap();
-        assert!(matches!(get.wait(), Err(Error::TimedOut)));
+        let got = relay.get_timeout(&metadata, Duration::from_millis(50)).unwrap().wait();
         frozen.resume(); // it sends what it was asked for
+        let in_full = match got {
+            // From the same host's memory, whether or not its sender runs.
+            Ok(slot) => relay.reads_memory() && slot[..] == vec![0xEE; LEN],
+            Err(error) => {
+                assert!(matches!(error, Error::TimedOut), "{error}");
+                false
+            }
+        };
         for _ in 0..5 {
             let sent = alive.put(json!({"size": LEN, "fill": round}));
             let metadata: Metadata = serde_json::from_value(sent.metadata).unwrap();
@@ -271,6 +278,10 @@ fn q10_what_a_frozen_peer_sends_late_lands_in_no_other_get(on: &On) {
             assert_eq!(alive.wait(sent.tag)["ok"], true);
         }
         let ended = frozen.wait(late.tag);
-        assert_eq!(ended["kind"], "PeerFailed", "{ended}");
+        if in_full {
+            assert_eq!(ended["ok"], true, "{ended}");
+        } else {
+            assert_eq!(ended["kind"], "PeerFailed", "{ended}");
+        }
     }
 }

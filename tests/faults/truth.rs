@@ -70,7 +70,7 @@ fn a1_a_get_is_pending_while_its_sender_is_stopped(on: &On) {
     let (from, to) = (on.peer(&big), on.peer(&big));
     from.works_with(&to);
     // From the same host's memory it may be read in full, whether or not its sender runs.
-    let needs_sender = to.health()["counters"]["reads_local"].as_u64().unwrap_or(0) == 0;
+    let needs_sender = !to.reads_memory();
     let sent = from.put(json!({"size": 32 << 20, "seed": 1}));
     from.stop();
     let get = to.send_get(&sent.metadata);

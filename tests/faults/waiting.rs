@@ -192,6 +192,9 @@ fn d4_peers_that_answered_before_they_stopped_give_way(on: &On) {
         assert_eq!(receiver.get(&metadata_of(&sent)).unwrap().wait().unwrap()[..], [fill; 9]);
         assert_eq!(peer.wait(sent.tag)["ok"], true);
     }
+    if receiver.reads_memory() {
+        return; // a stopped sender holds up nobody who has mapped its memory
+    }
 
     let sent: Vec<_> = (0..8).map(|n| stopped[n % 2].put(json!({"size": n, "fill": n}))).collect();
     stopped.iter().for_each(|peer| peer.stop());

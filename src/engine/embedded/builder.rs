@@ -35,6 +35,7 @@ const MOST_NOTES: usize = 1 << 20;
 ///     .max_connections(256)
 ///     .queued_notes(4096)
 ///     .allow_writes(false)
+///     .local(true) // shared memory with this host's peers: the default
 ///     .connect_timeout(std::time::Duration::from_secs(2))
 ///     .stall_timeout(std::time::Duration::from_secs(10))
 ///     .bind()?;
@@ -50,6 +51,7 @@ pub struct EmbeddedBuilder {
     data_port: u16,
     pub(super) limits: Limits,
     pub(super) queued_notes: usize,
+    pub(super) local: bool,
     pub(super) patience: Patience,
 }
 
@@ -84,6 +86,7 @@ impl EmbeddedBuilder {
             data_port: 0,
             limits: Limits { allow_writes: false, connections: connections() },
             queued_notes: 16_384,
+            local: true,
             patience: Patience::default(),
         }
     }
@@ -111,6 +114,13 @@ impl EmbeddedBuilder {
     /// data port may then change what a receiver is about to read.
     pub fn allow_writes(mut self, allow: bool) -> Self {
         self.limits.allow_writes = allow;
+        self
+    }
+
+    /// Whether bytes and notifications go by shared memory between processes of this host, of one
+    /// user and one network namespace. By default they do, and by TCP wherever that cannot be.
+    pub fn local(mut self, local: bool) -> Self {
+        self.local = local;
         self
     }
 

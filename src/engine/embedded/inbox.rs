@@ -1,6 +1,9 @@
 //! The notifications that have arrived and wait for `poll`.
 
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{
+    Arc,
+    atomic::{AtomicUsize, Ordering},
+};
 
 use crossbeam::queue::ArrayQueue;
 
@@ -14,13 +17,13 @@ const TEXT_LIMIT: usize = 16 << 20;
 pub(super) struct Inbox {
     notes: ArrayQueue<Notification>,
     text: AtomicUsize,
-    bell: Doorbell,
+    bell: Arc<Doorbell>,
 }
 
 impl Inbox {
     /// Room for `capacity` notes, which is not zero.
-    pub(super) fn new(capacity: usize) -> Self {
-        Self { notes: ArrayQueue::new(capacity), text: AtomicUsize::new(0), bell: Doorbell::new() }
+    pub(super) fn new(capacity: usize, bell: Arc<Doorbell>) -> Self {
+        Self { notes: ArrayQueue::new(capacity), text: AtomicUsize::new(0), bell }
     }
 
     /// Whether there was room for it.

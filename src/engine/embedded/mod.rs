@@ -6,11 +6,13 @@ mod builder;
 mod client;
 mod frame;
 mod inbox;
+mod local;
 mod server;
 
 use std::{
     mem,
     net::SocketAddr,
+    os::fd::BorrowedFd,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -27,11 +29,12 @@ use self::{
     client::Client,
     frame::Descriptor,
     inbox::Inbox,
+    local::{Heard, Local},
     server::Server,
 };
 use super::{
     Access, Engine, Event, Filled, Instance, LocalBuffer, Notification, Publication, ReadError,
-    RemoteBuffer, Retracted, exports::Exports,
+    RemoteBuffer, Retracted, Viewed, exports::Exports,
 };
 use crate::{
     doorbell::Doorbell,
@@ -120,12 +123,14 @@ impl EmbeddedEngine {
         control: SocketAddr,
         data: SocketAddr,
     ) -> Self {
+        let local = Local::new(builder.local, &endpoint.session_id, builder.patience.connect);
         let shared = Arc::new(Shared {
             endpoint,
             limits: builder.limits,
             patience: builder.patience,
             exports: Arc::default(),
-            inbox: Inbox::new(builder.queued_notes),
+            inbox: Inbox::new(builder.queued_notes, Arc::clone(local.bell())),
+            local,
             spans: Mutex::default(),
             counters: Counters::default(),
             failed: AtomicBool::new(false),
@@ -183,8 +188,21 @@ impl Engine for EmbeddedEngine {
         };
         drop(state);
         self.client.stop();
+        self.shared.local.stop();
         server.stop();
         *self.state.lock() = State::Stopped;
+    }
+
+    fn local(&self) -> Option<Arc<str>> {
+        self.shared.local.name()
+    }
+
+    fn backed_by(&self, span: Span, slots: u32, fd: BorrowedFd<'_>) {
+        self.shared.local.backed_by(span, slots, fd);
+    }
+
+    fn way(&self, peer: &str) -> Option<&'static str> {
+        Some(if self.shared.local.is_met(peer) { "local" } else { "tcp" })
     }
 
     unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
@@ -211,26 +229,39 @@ impl Engine for EmbeddedEngine {
         let quiet = match access {
             // Marks what is read, has the server drop it, and waits for that.
             Access::Published => {
+                self.shared.local.unregister(span);
                 exports.forget(span, Instant::now()) || {
                     self.wake();
                     exports.forget(span, deadline)
                 }
             }
-            Access::Local => self.client.end_reads_into(span, deadline),
+            Access::Local => {
+                self.client.end_reads_into(span, deadline)
+                    && self.shared.local.end_inside(span, deadline)
+            }
         };
         if quiet { Ok(()) } else { Err(broken("a read would not let go of unregistered memory")) }
     }
 
     fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
+        if self.shared.local.is_met(peer) {
+            return Ok(());
+        }
         self.client.connect(peer, deadline)
     }
 
     fn read(
         &self,
         remote: &RemoteBuffer,
-        local: LocalBuffer,
+        mut local: LocalBuffer,
         deadline: Instant,
     ) -> Result<Filled, ReadError> {
+        let read = local.bytes_mut();
+        match read.and_then(|dest| self.shared.local.read(remote, dest, deadline)) {
+            Some(Ok(())) => return Ok(Filled { buffer: local, verified: true }),
+            Some(Err(error)) => return Err(ReadError { error, buffer: Some(local) }),
+            None => {}
+        }
         self.client.read(remote, local, deadline)
     }
 
@@ -240,7 +271,15 @@ impl Engine for EmbeddedEngine {
         dest: &mut [u8],
         deadline: Instant,
     ) -> Option<Result<()>> {
+        if let Some(read) = self.shared.local.read(remote, dest, deadline) {
+            return Some(read);
+        }
         self.client.read_into(remote, dest, deadline)
+    }
+
+    fn view(&self, remote: &RemoteBuffer, deadline: Instant) -> Option<Result<Box<dyn Viewed>>> {
+        let sight = self.shared.local.view(remote, deadline)?;
+        Some(sight.map(|sight| Box::new(sight) as Box<dyn Viewed>))
     }
 
     fn write(
@@ -253,11 +292,31 @@ impl Engine for EmbeddedEngine {
     }
 
     fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()> {
-        self.client.notify(peer, note, deadline)
+        match self.shared.local.notify(peer, note, deadline) {
+            Some(told) => told,
+            None => self.client.notify(peer, note, deadline),
+        }
     }
 
     fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
-        self.shared.inbox.drain(&mut |note| events(Event::Note(note)));
+        let shared = &*self.shared;
+        // Notes come in the order in which one thread has sent them, whichever way they came.
+        let look = shared.local.look();
+        shared.inbox.drain(&mut |note| events(Event::Note(note)));
+        if let Some(look) = look {
+            look.drain(&mut |heard| match heard {
+                Heard::Note(note) => events(Event::Note(note)),
+                Heard::Gone(instance, held) => {
+                    // The puts that it was reading, if they are open.
+                    for id in held.into_iter().filter_map(|(slot, it)| shared.exports.id(slot, it))
+                    {
+                        events(Event::ReaderGone(id));
+                    }
+                    events(Event::PeerGone(instance));
+                }
+            });
+        }
+        shared.local.each_gone(|instance| events(Event::PeerGone(instance)));
         if self.shared.failed.load(Ordering::Relaxed) {
             return Err(broken(
                 "its server has failed, so that no peer reaches this relay: open another",
@@ -277,16 +336,20 @@ impl Engine for EmbeddedEngine {
         let stamp = slot.stamp_span;
         if known(slot.span) && known(stamp) && stamp.addr().is_multiple_of(8) && stamp.len == 8 {
             self.shared.exports.publish(slot);
+            self.shared.local.publish(slot);
         } else {
             error!(slot = slot.slot, "not published: its memory is not registered for that");
         }
     }
 
     fn retract(&self, slot: &Publication) -> Retracted {
-        self.shared.exports.retract(slot)
+        let local = self.shared.local.retract(slot);
+        let served = self.shared.exports.retract(slot);
+        if local == Retracted::Reading { local } else { served }
     }
 
     fn cut(&self, slot: &Publication) -> Retracted {
+        self.shared.local.cut(slot);
         let retracted = self.shared.exports.cut(slot);
         if retracted == Retracted::Reading {
             self.wake();
@@ -301,6 +364,7 @@ impl Engine for EmbeddedEngine {
     fn interrupt(&self, span: Span) {
         // Ended, not waited for: the deadline has passed.
         self.client.end_reads_into(span, Instant::now());
+        self.shared.local.end_inside(span, Instant::now());
     }
 
     fn tend(&self) {
@@ -308,6 +372,7 @@ impl Engine for EmbeddedEngine {
     }
 
     fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
+        self.shared.local.counters(each);
         self.client.counters(each);
         let counters = &self.shared.counters;
         let values = [
@@ -338,6 +403,7 @@ struct Shared {
     patience: Patience,
     exports: Arc<Exports>,
     inbox: Inbox,
+    local: Local,
     spans: Mutex<Vec<(Span, Access)>>,
     counters: Counters,
     /// The server's thread has ended, and nobody stopped it.

@@ -53,6 +53,7 @@ pub(super) struct Client {
 #[derive(Debug, Default)]
 struct Counters {
     reads: AtomicU64,
+    notes: AtomicU64,
     bytes: AtomicU64,
     reconnects: AtomicU64,
     descriptors: AtomicU64,
@@ -146,12 +147,14 @@ impl Client {
                 connection.notify(note, deadline).map(|()| true)
             })?;
             if told {
+                self.counters.notes.fetch_add(1, Ordering::Relaxed);
                 return Ok(());
             }
         }
         let told = self.notify_control(&operation, &peer, &endpoint, note);
-        if told.is_err() {
-            peer.forget(&endpoint);
+        match &told {
+            Ok(()) => drop(self.counters.notes.fetch_add(1, Ordering::Relaxed)),
+            Err(_) => peer.forget(&endpoint),
         }
         told
     }
@@ -169,9 +172,9 @@ impl Client {
 
     /// Hands each counter to `each`.
     pub(super) fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
-        let Counters { reads, bytes, reconnects, descriptors } = &self.counters;
-        each("reads_local", 0); // none of them goes by shared memory
+        let Counters { reads, notes, bytes, reconnects, descriptors } = &self.counters;
         each("reads_tcp", reads.load(Ordering::Relaxed));
+        each("notes_tcp", notes.load(Ordering::Relaxed));
         each("bytes_read_tcp", bytes.load(Ordering::Relaxed));
         each("reconnects", reconnects.load(Ordering::Relaxed));
         each("descriptor_fetches", descriptors.load(Ordering::Relaxed));

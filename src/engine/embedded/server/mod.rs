@@ -31,7 +31,11 @@ use self::{
     line::Line,
     port::{Kind, Port},
 };
-use super::{Shared, builder::Listeners};
+use super::{
+    Shared,
+    builder::Listeners,
+    local::{DOOR, Door, Local},
+};
 use crate::{
     engine::{Instance, Notification},
     error::Result,
@@ -113,8 +117,10 @@ impl Server {
         for port in &mut ports {
             poll.registry().register(&mut port.listener, port.kind.token(), Interest::READABLE)?;
         }
+        let door = shared.local.start(instance, poll.registry(), shared.limits.connections);
         let serving = Loop {
             poll,
+            door,
             stop: Arc::clone(&stop),
             shared,
             instance,
@@ -198,6 +204,7 @@ struct Place {
 
 struct Loop {
     poll: Poll,
+    door: Option<Door>,
     stop: Arc<AtomicBool>,
     shared: Arc<Shared>,
     instance: Instance,
@@ -262,6 +269,17 @@ impl Loop {
         let token = event.token();
         if token == WAKER {
             self.close_where(Connection::is_cut, "its bytes were cut");
+            return;
+        }
+        if Local::is_source(token.0) {
+            return self.shared.local.source_event(token.0);
+        }
+        if token.0 >= DOOR {
+            let Some(door) = &mut self.door else { return };
+            door.heard(token, &self.shared.local);
+            if door.waits() {
+                self.tick.get_or_insert_with(|| Instant::now() + TICK);
+            }
             return;
         }
         if let Some(index) = token.0.checked_sub(FIRST) {
@@ -332,8 +350,12 @@ impl Loop {
                 self.turns.push_back(port.kind.token());
             }
         }
+        if let Some(door) = &mut self.door {
+            door.tick(now, &self.shared.local);
+        }
         let mut places = self.connections.iter().flatten();
-        let more = places.any(|place| place.connection.deadline().is_some());
+        let more = places.any(|place| place.connection.deadline().is_some())
+            || self.door.as_ref().is_some_and(Door::waits);
         self.tick = more.then(|| now + TICK);
     }
 

@@ -15,8 +15,8 @@ fn a_plain_read_fills_the_buffer_over_one_kept_connection() {
         client.counters(&mut |name, value| counters.push((name, value)));
         let bytes = 1 + 100 + 4096 + 3_000_001;
         let expected = [
-            ("reads_local", 0),
             ("reads_tcp", 4),
+            ("notes_tcp", 0),
             ("bytes_read_tcp", bytes),
             ("reconnects", 0),
             ("descriptor_fetches", 1),

@@ -1,0 +1,114 @@
+//! The reading half of a meeting: dials the owner of the slots, checks what it says and what it
+//! hands over, and maps that.
+
+use std::{
+    io,
+    os::fd::{AsFd, OwnedFd},
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    io::Errno,
+    mm::ProtFlags,
+};
+use tracing::debug;
+
+use super::{
+    Local,
+    door::{SOURCE, watch},
+    message::{Answer, Hello},
+    page::{FIXED, Pages},
+    region::Region,
+    shelf::Lent,
+    socket,
+    source::Source,
+    sources::Missed,
+};
+use crate::{doorbell::Doorbell, engine::Instance, error::Result, memory::PAGE};
+
+/// How often a meeting looks whether it is still wanted.
+const GLANCE: Duration = Duration::from_millis(50);
+
+impl Local {
+    /// Meets the relay that listens under `at`.
+    pub(super) fn meet(
+        &self,
+        at: &str,
+        session: &Arc<str>,
+        wanted: Instance,
+        deadline: Instant,
+    ) -> Result<Arc<Source>, Missed> {
+        let reader = self.instance().ok_or(Missed::NoTime)?;
+        let silent = Instant::now() + self.patience;
+        let refused = |error: io::Error| {
+            debug!(peer = &**session, %error, "refused on this host");
+            Missed::Refused
+        };
+        let socket = socket::connect_to(at).map_err(refused)?;
+        if !socket::is_same_user(&socket) {
+            return Err(refused(io::ErrorKind::PermissionDenied.into()));
+        }
+        socket::send(&socket, &Hello { reader, wanted }.encode(), &[]).map_err(refused)?;
+        loop {
+            let now = Instant::now();
+            if now >= deadline || self.instance() != Some(reader) {
+                return Err(Missed::NoTime);
+            }
+            if now >= silent {
+                return Err(refused(io::ErrorKind::TimedOut.into()));
+            }
+            let left = GLANCE.min(deadline - now);
+            let left = Timespec { tv_sec: 0, tv_nsec: left.as_nanos() as i64 };
+            match poll(&mut [PollFd::new(&socket, PollFlags::IN)], Some(&left)) {
+                Ok(0) | Err(Errno::INTR) => {}
+                Ok(_) => break,
+                Err(errno) => return Err(refused(errno.into())),
+            }
+        }
+        let source = hear_answer(socket, session, wanted).map_err(refused)?;
+        self.keep(source).map_err(refused)
+    }
+
+    /// Watches a source, whose socket is the sign of its life.
+    fn keep(&self, source: Source) -> io::Result<Arc<Source>> {
+        let source = Arc::new(source);
+        let token = SOURCE + self.next.fetch_add(1, Ordering::Relaxed);
+        self.sources.track(token, &source);
+        // Held: `stop` leaves whatever is tracked before it.
+        let running = self.running.read();
+        let registry = running.as_ref().map(|running| &running.registry);
+        let registry = registry.ok_or(io::ErrorKind::NotConnected)?;
+        watch(registry, source.socket(), token)?;
+        Ok(source)
+    }
+}
+
+/// The peer's slots, as its answer says, if that can be trusted.
+fn hear_answer(socket: OwnedFd, session: &Arc<str>, wanted: Instance) -> io::Result<Source> {
+    let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
+    let mut bytes = [0; 512];
+    let message = socket::receive(socket.as_fd(), &mut bytes)?;
+    if message.len == 0 {
+        return Err(wrong("it sent us away"));
+    }
+    let answer = Answer::decode(&bytes[..message.len], session);
+    let answer = answer.ok_or_else(|| wrong("its answer is another version's or session's"))?;
+    if message.cut {
+        return Err(wrong("there is no room for its descriptors"));
+    }
+    let Ok([slots, lines, bell, region]) = message.fds.into_inner() else {
+        return Err(wrong("its answer has not the descriptors that it should have"));
+    };
+    if answer.owner != wanted {
+        return Err(wrong("it is another instance"));
+    }
+    let Answer { base, len, file, slots: count, .. } = answer;
+    let lent = Lent::of_peer(base, len, file, count, slots.as_fd(), &lines)?;
+    let access = ProtFlags::READ | ProtFlags::WRITE;
+    let bell = Pages::of_peer(bell.as_fd(), PAGE, FIXED, access)?;
+    let bell = Doorbell::shared(Arc::new(bell));
+    let region = Region::of_peer(region.as_fd(), count)?;
+    Ok(Source::new(Arc::clone(session), wanted, lent, region, bell, socket))
+}

@@ -1,0 +1,154 @@
+//! What this relay lends to readers on its own host, and what is published of it at this moment.
+//!
+//! Of each slot a line of 64 bytes says the mark of the put, or 0, and where its bytes lie. The
+//! lines are in pages that only we can write.
+
+use std::{
+    hash::Hasher,
+    io,
+    os::fd::{AsFd, BorrowedFd, OwnedFd},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use rustix::{fs::fstat, mm::ProtFlags};
+use siphasher::sip::SipHasher24;
+
+use super::{
+    page::{OWNED, Pages},
+    region::MOST_SLOTS,
+};
+use crate::{
+    engine::{Identity, Publication},
+    memory::{PAGE, Span},
+    words,
+};
+
+const LINE: usize = 64;
+const MARK: usize = 0;
+const ADDR: usize = 8;
+const LEN: usize = 16;
+
+/// What stands on the shelf of a put, never 0: whoever knows its id can tell that this is it, and
+/// nobody can tell the id from it. The secret is the hash's key, which it does not give away.
+pub(super) fn mark(identity: &Identity) -> u64 {
+    let instance = u128::from_be_bytes(identity.instance.to_bytes());
+    let mut hasher = SipHasher24::new_with_keys(identity.id.random, instance as u64);
+    hasher.write_u64((instance >> 64) as u64);
+    hasher.write_u64(u64::from(identity.id.slot) << 32 | u64::from(identity.id.generation));
+    hasher.finish().max(1)
+}
+
+/// Our slots.
+#[derive(Debug)]
+pub(super) struct Shelf {
+    pub(super) span: Span,
+    pub(super) slots: u32,
+    /// The memfd's own length.
+    pub(super) file: u64,
+    pub(super) fd: OwnedFd,
+    pub(super) lines: Pages,
+    pub(super) lines_fd: OwnedFd,
+}
+
+impl Shelf {
+    pub(super) fn new(span: Span, slots: u32, fd: BorrowedFd<'_>) -> io::Result<Self> {
+        if !(1..=MOST_SLOTS).contains(&slots) {
+            return Err(io::ErrorKind::InvalidInput.into());
+        }
+        let (lines, lines_fd) = Pages::make("mooncake-relay-shelf", slots as usize * LINE, OWNED)?;
+        let file = fstat(fd)?.st_size as u64;
+        Ok(Self { span, slots, file, fd: fd.try_clone_to_owned()?, lines, lines_fd })
+    }
+
+    /// Puts a publication on the shelf, if it lies in our slots.
+    pub(super) fn publish(&self, publication: &Publication) {
+        let Span { len, .. } = publication.span();
+        let addr = publication.span().addr();
+        if publication.slot() < self.slots && self.span.contains(addr, len) {
+            let line = publication.slot() as usize * LINE;
+            // Relaxed: they come before the mark, which readers look at first.
+            self.lines.word(line + ADDR).store(addr, Ordering::Relaxed);
+            self.lines.word(line + LEN).store(len as u64, Ordering::Relaxed);
+            words::publish(self.lines.word(line + MARK), mark(&publication.identity()));
+        }
+    }
+
+    /// Takes it off again, if it is still there.
+    pub(super) fn retire(&self, publication: &Publication) {
+        if publication.slot() < self.slots {
+            let line = publication.slot() as usize * LINE;
+            words::retire(self.lines.word(line + MARK), mark(&publication.identity()));
+        }
+    }
+
+    /// Takes all of it off.
+    pub(super) fn clear(&self) {
+        for slot in 0..self.slots as usize {
+            let mark = self.lines.word(slot * LINE + MARK);
+            words::retire(mark, mark.load(Ordering::Relaxed));
+        }
+    }
+}
+
+/// A peer's slots, mapped to read.
+#[derive(Debug)]
+pub(super) struct Lent {
+    /// Where the owner has them.
+    base: u64,
+    len: usize,
+    slots: u32,
+    bytes: Pages,
+    lines: Pages,
+}
+
+impl Lent {
+    /// `len` bytes that the owner has at `base`, in a file of `file` bytes.
+    pub(super) fn of_peer(
+        base: u64,
+        len: u64,
+        file: u64,
+        slots: u32,
+        fd: BorrowedFd<'_>,
+        lines: &OwnedFd,
+    ) -> io::Result<Self> {
+        let wrong = || io::Error::new(io::ErrorKind::InvalidData, "its slots cannot be there");
+        let fits = len <= file && base.checked_add(len).is_some();
+        let (len, file) = (len as usize, file as usize);
+        if !fits || isize::try_from(file).is_err() || !(1..=MOST_SLOTS).contains(&slots) {
+            return Err(wrong());
+        }
+        let bytes = Pages::of_peer(fd, file, OWNED, ProtFlags::READ)?;
+        let table = (slots as usize * LINE).next_multiple_of(PAGE);
+        let lines = Pages::of_peer(lines.as_fd(), table, OWNED, ProtFlags::READ)?;
+        Ok(Self { base, len, slots, bytes, lines })
+    }
+
+    pub(super) fn slots(&self) -> u32 {
+        self.slots
+    }
+
+    /// The mark of `slot`, which is one of [`slots`](Self::slots).
+    pub(super) fn mark(&self, slot: u32) -> &AtomicU64 {
+        self.lines.word(slot as usize * LINE + MARK)
+    }
+
+    /// Where `len` bytes at the owner's `addr` are here, if they are inside what is published in
+    /// `slot`. Asked while that is pinned.
+    pub(super) fn find(&self, slot: u32, addr: u64, len: usize) -> Option<usize> {
+        let line = slot as usize * LINE;
+        // Relaxed: written before the mark that the pin has seen.
+        let from = self.lines.word(line + ADDR).load(Ordering::Relaxed);
+        let published = self.lines.word(line + LEN).load(Ordering::Relaxed);
+        let inside = |from: u64, room: u64| {
+            let before = addr.checked_sub(from)?;
+            (before <= room && len as u64 <= room - before).then_some(before as usize)
+        };
+        inside(from, published)?;
+        // The owner may have written any number.
+        inside(self.base, self.len as u64)
+    }
+
+    pub(super) fn bytes(&self) -> &Pages {
+        &self.bytes
+    }
+}

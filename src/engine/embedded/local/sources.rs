@@ -1,0 +1,224 @@
+//! Everybody on this host whose slots we have mapped, or would: found by session id and instance.
+//!
+//! Each entry goes its own way, so that a get meets no lock of another peer's.
+//!
+//! ```text
+//!   Unmet ──a get, one at a time──► Meeting ──► Met(source) ──it is gone──► no entry
+//!     ▲                                │
+//!     └────── after 10 s ── Refused ◄──┘
+//! ```
+
+use std::{
+    collections::HashMap,
+    mem,
+    sync::{Arc, Weak},
+    time::{Duration, Instant},
+};
+
+use parking_lot::{Condvar, Mutex, RwLock};
+
+use super::source::Source;
+use crate::{engine::Instance, memory::Span};
+
+/// How long a peer that could not be met is left to TCP.
+const REFUSED: Duration = Duration::from_secs(10);
+const BUCKETS: usize = 64;
+/// Beyond so many in a bucket, one that is not met is forgotten.
+const ENTRIES: usize = 64;
+
+#[derive(Debug)]
+pub(super) struct Sources {
+    buckets: [RwLock<Vec<Arc<Entry>>>; BUCKETS],
+    /// All that live, those too that have no entry any more, by the tokens of their sockets.
+    all: Mutex<HashMap<usize, Weak<Source>>>,
+}
+
+#[derive(Debug)]
+struct Entry {
+    session: Arc<str>,
+    instance: Instance,
+    state: Mutex<State>,
+    settled: Condvar,
+}
+
+#[derive(Debug)]
+enum State {
+    Unmet,
+    Meeting,
+    Met(Arc<Source>),
+    Refused(Instant),
+}
+
+/// Why a meeting came to nothing.
+#[derive(Debug)]
+pub(super) enum Missed {
+    /// The peer, or this host, has no such way.
+    Refused,
+    /// There was no time for it.
+    NoTime,
+}
+
+impl Default for Sources {
+    fn default() -> Self {
+        Self { buckets: [const { RwLock::new(Vec::new()) }; BUCKETS], all: Mutex::default() }
+    }
+}
+
+impl Sources {
+    /// The source of that name, if it was met.
+    pub(super) fn met(&self, session: &str, instance: Instance) -> Option<Arc<Source>> {
+        let bucket = self.bucket(session).read();
+        let mut of_session = bucket.iter().filter(|entry| *entry.session == *session);
+        let first = of_session.next()?;
+        // Notes of this session go to whom we read from last, who must be first.
+        if first.instance != instance {
+            return None;
+        }
+        first.source()
+    }
+
+    /// The source that notes for `session` go to.
+    pub(super) fn latest(&self, session: &str) -> Option<Arc<Source>> {
+        let bucket = self.bucket(session).read();
+        bucket.iter().find(|entry| *entry.session == *session)?.source()
+    }
+
+    /// The source of that name; `meet` is called if it has to be met, by one thread at a time.
+    /// `None`: go by TCP.
+    pub(super) fn find(
+        &self,
+        session: &Arc<str>,
+        instance: Instance,
+        deadline: Instant,
+        meet: impl FnOnce() -> Result<Arc<Source>, Missed>,
+    ) -> Option<Arc<Source>> {
+        let entry = self.entry(session, instance)?;
+        let mut state = entry.state.lock();
+        loop {
+            match &*state {
+                State::Met(source) if !source.is_gone() => return Some(Arc::clone(source)),
+                State::Met(_) => *state = State::Refused(Instant::now() + REFUSED),
+                State::Refused(until) if Instant::now() < *until => return None,
+                State::Refused(_) | State::Unmet => break,
+                State::Meeting => {
+                    if entry.settled.wait_until(&mut state, deadline).timed_out() {
+                        return None;
+                    }
+                }
+            }
+        }
+        *state = State::Meeting;
+        drop(state);
+        let met = meet();
+        let mut state = entry.state.lock();
+        let (next, source) = match met {
+            Ok(source) => (State::Met(Arc::clone(&source)), Some(source)),
+            Err(Missed::Refused) => (State::Refused(Instant::now() + REFUSED), None),
+            Err(Missed::NoTime) => (State::Unmet, None),
+        };
+        *state = next;
+        entry.settled.notify_all();
+        source
+    }
+
+    /// Keeps track of a new source, until it is dropped.
+    pub(super) fn track(&self, token: usize, source: &Arc<Source>) {
+        let mut all = self.all.lock();
+        all.retain(|_, source| source.strong_count() > 0);
+        all.insert(token, Arc::downgrade(source));
+    }
+
+    pub(super) fn tracked(&self, token: usize) -> Option<Arc<Source>> {
+        self.all.lock().get(&token)?.upgrade()
+    }
+
+    /// Forgets a source that is gone; the next get tries to meet it again.
+    pub(super) fn forget(&self, source: &Source) {
+        self.bucket(&source.session).write().retain(|entry| {
+            let state = entry.state.lock();
+            !matches!(&*state, State::Met(met) if std::ptr::eq(&**met, source))
+        });
+    }
+
+    /// Leaves all of them.
+    pub(super) fn clear(&self) {
+        for bucket in &self.buckets {
+            bucket.write().clear();
+        }
+        for source in self.live() {
+            source.leave();
+        }
+    }
+
+    /// How many there are.
+    pub(super) fn count(&self) -> usize {
+        self.live().iter().filter(|source| !source.is_gone()).count()
+    }
+
+    /// Ends the reads and views inside `span`, and waits until none fills it. False: `deadline`
+    /// passed first.
+    pub(super) fn end_inside(&self, span: Span, deadline: Instant) -> bool {
+        let sources = self.live();
+        sources.iter().for_each(|source| source.end(span));
+        while sources.iter().any(|source| source.fills(span)) {
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(Duration::from_micros(50));
+        }
+        true
+    }
+
+    fn live(&self) -> Vec<Arc<Source>> {
+        self.all.lock().values().filter_map(Weak::upgrade).collect()
+    }
+
+    /// The entry of that name, which is the first of its session afterwards. `None`: there is no
+    /// room for it.
+    fn entry(&self, session: &Arc<str>, instance: Instance) -> Option<Arc<Entry>> {
+        let mut bucket = self.bucket(session).write();
+        let known =
+            bucket.iter().position(|entry| entry.instance == instance && entry.session == *session);
+        let entry = match known {
+            Some(index) => bucket.remove(index),
+            None => {
+                if bucket.len() >= ENTRIES {
+                    let is_met = |entry: &Arc<Entry>| {
+                        !matches!(&*entry.state.lock(), State::Unmet | State::Refused(_))
+                    };
+                    let last = bucket.iter().rposition(|entry| !is_met(entry))?;
+                    bucket.remove(last);
+                }
+                let (state, settled) = (Mutex::new(State::Unmet), Condvar::new());
+                Arc::new(Entry { session: Arc::clone(session), instance, state, settled })
+            }
+        };
+        bucket.insert(0, Arc::clone(&entry));
+        Some(entry)
+    }
+
+    fn bucket(&self, session: &str) -> &RwLock<Vec<Arc<Entry>>> {
+        // FNV-1a: peers choose their names, and gain nothing by sharing a bucket.
+        let hash = session.bytes().fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        });
+        &self.buckets[(hash >> 32) as usize % BUCKETS]
+    }
+}
+
+impl Entry {
+    fn source(&self) -> Option<Arc<Source>> {
+        match &*self.state.lock() {
+            State::Met(source) if !source.is_gone() => Some(Arc::clone(source)),
+            _ => None,
+        }
+    }
+}
+
+impl Drop for Sources {
+    fn drop(&mut self) {
+        for source in mem::take(&mut *self.all.lock()).into_values().filter_map(|it| it.upgrade()) {
+            source.leave();
+        }
+    }
+}

@@ -1,0 +1,15 @@
+//! The relay over the embedded engine, by shared memory.
+#![cfg(feature = "embedded")]
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod common;
+#[path = "suites/relay.rs"]
+mod suite;
+
+use std::sync::Arc;
+
+use mooncake_relay::{EmbeddedEngine, Engine};
+
+fn engine() -> Arc<dyn Engine> {
+    Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap())
+}
