@@ -32,11 +32,11 @@ interop: packages
 	$(CARGO) test --all-features --test interop -- --nocapture
 
 fmt:
-	$(CARGO) fmt
+	$(CARGO) fmt --all
 
 lint:
 	$(call stage,formatting)
-	$(CARGO) fmt --check
+	$(CARGO) fmt --all --check
 	$(call stage,clippy)
 	$(CARGO) clippy --all-targets --all-features -- -D warnings
 	$(CARGO) clippy --lib --no-default-features -- -D warnings

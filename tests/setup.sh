@@ -5,11 +5,14 @@
 #   tests/setup.sh              installs the engine's wheel under target/, if it is not there
 #   tests/setup.sh --packages   also installs missing Debian packages, if root; else names them
 #
-# Exits with 0 only when that Python can load the engine. May be run by many at once.
+# Exits with 0 only when that Python can load the engine, and mooncake-sys has what it builds and
+# loads its adapter with. May be run by many at once.
 set -eu
 
 version=0.3.13.post1
 packages='libibverbs1 libnuma1 libcurl4' # what the wheel links against and does not carry
+libraries='libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4'
+adapter=libpython3.11.so.1.0:libpython3.11 # what the adapter loads; the compiler it is built with
 root=$(cd "$(dirname "$0")/.." && pwd)
 wheel=$root/target/mooncake-$version
 
@@ -28,17 +31,24 @@ loads() {
     PYTHONPATH=$wheel "$1" -c 'import mooncake.engine' 2>&1
 }
 
+# Of words `library:package`, the packages whose library the loader does not find.
+lacks() {
+    for library in "$@"; do
+        PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep -q "${library%%:*}" || echo "${library#*:}"
+    done
+}
+
 install_packages() {
     missing=
     if ! find_python >/dev/null; then missing='python3.11 python3-pip python3-venv'; fi
-    for library in libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4; do
-        PATH=$PATH:/usr/sbin:/sbin ldconfig -p | grep -q "${library%%:*}" ||
-            missing="$missing ${library#*:}"
-    done
-    command -v ip >/dev/null || missing="$missing iproute2"
+    # shellcheck disable=SC2086 # a list of words
+    missing="$missing $(lacks $libraries $adapter)"
+    if ! command -v g++ >/dev/null; then missing="$missing g++"; fi
+    if ! command -v ip >/dev/null; then missing="$missing iproute2"; fi
+    missing=$(echo $missing)
     if [ -z "$missing" ]; then return; fi
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
-        echo "setup: not root, or no Debian: install these yourself:$missing" >&2
+        echo "setup: not root, or no Debian: install these yourself: $missing" >&2
         return
     fi
     apt-get update -qq >&2
@@ -71,6 +81,13 @@ if ! reason=$(loads "$python"); then
     echo "setup: the engine does not load: ${reason##*
 }" >&2
     echo "setup: it needs: $packages" >&2
+    exit 1
+fi
+# shellcheck disable=SC2086 # a list of words
+missing=$(lacks $adapter)
+if ! command -v "${CXX:-g++}" >/dev/null; then missing="$missing g++"; fi
+if [ -n "$missing" ]; then
+    echo "setup: the adapter needs:" $missing >&2
     exit 1
 fi
 echo "$python"
