@@ -90,8 +90,9 @@
 //! | [`Tensor`](crate::Tensor), [`DType`](crate::DType) | what the bytes are; carried, not looked into |
 //! | [`Config`](crate::Config) | the settings of a relay |
 //! | [`Health`](crate::Health), [`Counters`](crate::Counters) | how it is doing |
-//! | [`Engine`](crate::Engine) | how bytes travel; bring your own, or take one of the next two |
+//! | [`Engine`](crate::Engine) | how bytes travel; bring your own, or take one of the next three |
 //! | `EmbeddedEngine` | TCP that speaks Mooncake's protocol; feature `embedded`, on by default |
+//! | `MooncakeEngine` | the real Mooncake engine, loaded when it is opened; feature `mooncake`, on by default |
 //! | [`InProcessEngine`](crate::InProcessEngine) | peers inside one process, for tests |
 
 #[doc = include_str!("guide/slots.md")]

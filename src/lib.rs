@@ -94,6 +94,8 @@ pub mod guide;
 
 #[cfg(all(feature = "embedded", not(loom)))]
 pub use crate::engine::{EmbeddedBuilder, EmbeddedEngine};
+#[cfg(all(feature = "mooncake", not(loom)))]
+pub use crate::engine::{MooncakeConfig, MooncakeConnection, MooncakeEngine, Opcode};
 #[cfg(not(loom))]
 pub use crate::{
     config::Config,

@@ -21,6 +21,17 @@ fn every_field_and_counter_of_health_is_in_the_guide() {
 }
 
 #[test]
+#[cfg(feature = "mooncake")]
+fn every_counter_of_the_mooncake_engine_is_in_the_guide() {
+    // From its source: to make one takes the real engine.
+    let source = read("src/engine/mooncake/mod.rs");
+    let calls = source.lines().filter_map(|line| line.trim().strip_prefix("each(\""));
+    let names: Vec<_> = calls.filter_map(|call| Some(call.split_once('"')?.0.to_owned())).collect();
+    assert!(names.len() >= 6, "{names:?}");
+    assert_named(&names, "troubleshooting.md");
+}
+
+#[test]
 fn every_error_is_in_the_guide() {
     let source = read("src/error.rs");
     let kinds = source.lines().filter_map(|line| line.split("=> \"").nth(1)?.strip_suffix("\","));

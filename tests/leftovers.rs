@@ -2,7 +2,7 @@
 //! thread, a descriptor or a mapping behind.
 //!
 //! These tests count what the whole process has, so they run one at a time.
-#![cfg(feature = "embedded")]
+#![cfg(all(feature = "embedded", feature = "mooncake"))]
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
@@ -106,7 +106,20 @@ fn an_engine_that_cannot_open_names_its_field_and_leaves_nothing() {
             ("engine", "", options()),
             ("engine", "verbs", options()),
             ("engine", "Embedded", options()),
-            ("engine", "mooncake", options()),
+            ("listen", "mooncake", listen("0.0.0.0:0")),
+            ("advertise", "mooncake", advertise("[::]:7000")),
+            ("protocol", "mooncake", EngineOptions { protocol: "pigeon".into(), ..options() }),
+            (
+                "metadata_server",
+                "mooncake",
+                EngineOptions { metadata_server: "x".into(), ..options() },
+            ),
+            (
+                "device_name",
+                "mooncake",
+                EngineOptions { device_name: "mlx5_0".into(), ..options() },
+            ),
+            ("protocol", "embedded", EngineOptions { protocol: "rdma".into(), ..options() }),
             ("listen", "embedded", listen("")),
             ("listen", "embedded", listen("127.0.0.1")),
             ("listen", "embedded", listen("no-such-host.invalid:0")),

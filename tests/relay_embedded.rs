@@ -10,6 +10,8 @@ use std::sync::Arc;
 
 use mooncake_relay::{EmbeddedEngine, Engine};
 
+const KNOWS_WHO_READS: bool = true;
+
 fn engine() -> Arc<dyn Engine> {
     Arc::new(EmbeddedEngine::builder("127.0.0.1:0").local(false).bind().unwrap())
 }

@@ -13,6 +13,8 @@ use std::sync::{
 
 use mooncake_relay::{Engine, InProcessEngine};
 
+const KNOWS_WHO_READS: bool = true;
+
 fn engine() -> Arc<dyn Engine> {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     let name = format!("relay-test-{}", NEXT.fetch_add(1, Ordering::Relaxed));

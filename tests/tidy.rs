@@ -27,6 +27,7 @@ const ROOMS: &[&str] = &[
     "engine/exports.rs",
     "engine/inprocess.rs",
     "engine/mod.rs",
+    "engine/mooncake",
     "memory",
     "pool/slot.rs",
     "pool/stamps.rs",

@@ -28,8 +28,8 @@ pub struct Options {
     /// A library with the C interface, else `MOONCAKE_LIBRARY`. If it is named, nothing else is
     /// looked at.
     pub library: Option<PathBuf>,
-    /// The folder that holds `mooncake/` of the pip wheel, else `MOONCAKE_WHEEL`. If it is named, no
-    /// other wheel is looked at.
+    /// The folder that holds `mooncake/` of the pip wheel: if it is named here, nothing else is
+    /// looked at. Else `MOONCAKE_WHEEL`: then no other wheel is looked at.
     pub wheel: Option<PathBuf>,
     /// Where the adapter for the wheel is kept; else `mooncake-relay` in `XDG_CACHE_HOME` or
     /// `~/.cache`. Made if it is not there, and refused if others may write it.
@@ -134,22 +134,25 @@ pub fn load(options: &Options) -> Result<&'static Library, LoadError> {
     }
     looked.push(Looked::new("a library named by the caller", "none (MOONCAKE_LIBRARY)"));
 
-    match library(&mut loaded, Path::new(ON_THE_PATH), None) {
-        Ok(library) => return Ok(library),
-        Err(found) => {
-            looked.push(Looked::new(format!("{ON_THE_PATH} on the loader's path"), found))
+    let mut places = Vec::new();
+    let of_wheel = |site: PathBuf| (format!("the wheel in {}", site.display()), site);
+    if let Some(site) = options.wheel.clone() {
+        places.push(of_wheel(site));
+    } else {
+        match library(&mut loaded, Path::new(ON_THE_PATH), None) {
+            Ok(library) => return Ok(library),
+            Err(found) => {
+                looked.push(Looked::new(format!("{ON_THE_PATH} on the loader's path"), found));
+            }
+        }
+        if let Some(site) = path_from("MOONCAKE_WHEEL") {
+            places.push(of_wheel(site));
+        } else {
+            looked.push(Looked::new("a wheel named by the caller", "none (MOONCAKE_WHEEL)"));
+            places = sites(&mut looked);
         }
     }
-
     let cache = options.cache.as_deref();
-    let named = options.wheel.clone().or_else(|| path_from("MOONCAKE_WHEEL"));
-    let places = match named {
-        Some(site) => vec![(format!("the wheel in {}", site.display()), site)],
-        None => {
-            looked.push(Looked::new("a wheel named by the caller", "none (MOONCAKE_WHEEL)"));
-            sites(&mut looked)
-        }
-    };
     for (place, site) in places {
         let found = Wheel::in_site(&site).and_then(|wheel| adapted(&mut loaded, &wheel, cache));
         match found {

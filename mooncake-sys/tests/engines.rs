@@ -49,7 +49,7 @@ fn the_library_tells_which_metadata_servers_it_knows() {
 fn an_unknown_peer_is_a_code_and_not_a_crash() {
     let Some(library) = library() else { return };
     let side = Side::new(library.api(), 1);
-    for name in [c"", c"nobody", c"127.0.0.1:1", c"127.0.0.1:99999", c":", c"a:b:c", c"[::1"] {
+    for name in [c"", c"nobody", c"127.0.0.1:1", c":", c"a:b:c", c"[::1"] {
         let segment = side.open(name);
         assert!(segment < 0, "{name:?} is segment {segment}");
     }

@@ -15,8 +15,8 @@ impl Config {
     /// Each field has the variable of its name: `MOONCAKE_RELAY_CREDITS`, and so on. Durations are
     /// whole milliseconds and say so: `MOONCAKE_RELAY_LEASE_MS`. `MOONCAKE_RELAY_TRANSFER_CORES`
     /// has commas between the cores. Any other variable that begins with `MOONCAKE_RELAY_` gets a
-    /// warning in the log, except `_ENGINE`, `_LISTEN`, `_ADVERTISE`
-    /// and `_LOCAL`, which choose the engine.
+    /// warning in the log, except those that choose the engine: `_ENGINE`, `_LISTEN`, `_ADVERTISE`,
+    /// `_LOCAL`, `_PROTOCOL`, `_METADATA_SERVER` and `_DEVICE_NAME`.
     /// [`guide::settings`](crate::guide::settings) lists them all, by name.
     ///
     /// ```
@@ -90,7 +90,9 @@ impl Config {
             "QUEUED_GETS" => self.queued_gets = variable.parse("queued_gets", QUEUED)?,
             "LOCK_MEMORY" => self.lock_memory = variable.parse("lock_memory", "true or false")?,
             "HUGE_PAGES" => self.huge_pages = variable.parse("huge_pages", HUGE_PAGES)?,
-            "ENGINE" | "LISTEN" | "ADVERTISE" | "LOCAL" => {} // for whoever opens the engine
+            // For whoever opens the engine.
+            "ENGINE" | "LISTEN" | "ADVERTISE" | "LOCAL" => {}
+            "PROTOCOL" | "METADATA_SERVER" | "DEVICE_NAME" => {}
             _ => tracing::warn!(variable = variable.name, "ignored: no setting has this name"),
         }
         Ok(())

@@ -30,6 +30,8 @@
 //! - Bytes count as *proven* if the engine says `verified`, or if the stamp, read after them, is
 //!   that put's. Where an engine cannot verify, a read of another put's bytes may succeed, and is
 //!   refused by its stamp. In no case is it `Ok` and proven.
+//! - An engine whose [`retract`](crate::Engine::retract) says `Unknown` may serve all that is
+//!   registered, whether it is published or not, if it verifies none of it.
 //! - A read that fails may keep its buffer, if it gives it back within the case.
 //! - [`Retracted::Unknown`](crate::Retracted::Unknown) is accepted wherever the engine would have
 //!   to know who reads. That a read under way is told cannot be arranged from outside; that

@@ -7,7 +7,7 @@ use super::{
     side::{Side, assert_same, bytes_of, pattern, soon},
     within,
 };
-use crate::{Engine, Instance, RemoteBuffer};
+use crate::{Engine, Instance, RemoteBuffer, Retracted};
 
 const KIB: usize = 1 << 10;
 const MIB: usize = 1 << 20;
@@ -113,6 +113,9 @@ pub fn a_read_of_another_put_is_never_proven(make: &dyn Fn() -> Arc<dyn Engine>)
 }
 
 /// Not a byte in front of, behind, across or far from a publication is served.
+///
+/// An engine that cannot know who reads, and so cannot bound it to what is published, refuses what
+/// is not registered, and verifies nothing.
 pub fn a_read_outside_the_publication_is_refused(make: &dyn Fn() -> Arc<dyn Engine>) {
     let (sender, receiver) = Side::pair(make, 3, 8192);
     within(LIMIT, move || {
@@ -120,7 +123,7 @@ pub fn a_read_outside_the_publication_is_refused(make: &dyn Fn() -> Arc<dyn Engi
         let publication = sender.publish(1, &pattern(6, 4096));
         let right = sender.remote(&publication);
         let start = right.ptr;
-        let outside = [
+        let registered = [
             (start - 1, 4096),
             (start + 1, 4096),
             (start, 4097),
@@ -129,34 +132,43 @@ pub fn a_read_outside_the_publication_is_refused(make: &dyn Fn() -> Arc<dyn Engi
             (start + 4096, 1),
             (sender.slot(0).addr(), 4096),
             (sender.slot(2).addr(), 4096),
-            (0, 16),
-            (u64::MAX, 1),
-            (u64::MAX - 3, 64),
-            (u64::MAX - 4095, 4096),
         ];
-        for (ptr, len) in outside {
+        let nowhere = [(0, 16), (u64::MAX, 1), (u64::MAX - 3, 64), (u64::MAX - 4095, 4096)];
+        let mut served = Vec::new();
+        for (ptr, len) in registered.into_iter().chain(nowhere) {
             let mut remote = right.clone();
             (remote.ptr, remote.len) = (ptr, len);
             let offset = ptr.wrapping_sub(start) as i64;
             for remote in [anonymous(&remote), remote] {
                 let identified = remote.identity.is_some();
-                assert!(
-                    receiver.read(&remote, soon()).is_err(),
-                    "{len} bytes at {offset} were served (identified: {identified})"
-                );
+                let Ok(filled) = receiver.read(&remote, soon()) else { continue };
+                let what = format!("{len} bytes at {offset} (identified: {identified})");
+                assert!(!filled.verified, "{what} were verified");
+                assert!(!nowhere.contains(&(ptr, len)), "{what} were served");
+                served.push(what);
             }
         }
         receiver.get(&right).expect("the publication itself is served all the same");
+        let cannot_know = sender.retract(&publication) == Retracted::Unknown;
+        assert!(served.is_empty() || cannot_know, "served: {served:#?}");
     });
 }
 
-/// Memory that is registered, but not published, is not served.
+/// Memory that is registered, but not published, is not served; or not verified, by an engine that
+/// cannot know who reads.
 pub fn what_is_not_published_is_not_served(make: &dyn Fn() -> Arc<dyn Engine>) {
     let (sender, receiver) = Side::pair(make, 1, 4096);
     within(LIMIT, move || {
-        let remote = sender.remote(&sender.prepare(0, &pattern(7, 4096)));
-        assert!(receiver.read(&remote, soon()).is_err(), "it was served by its identity");
-        assert!(receiver.read(&anonymous(&remote), soon()).is_err(), "it was served by its range");
+        let prepared = sender.prepare(0, &pattern(7, 4096));
+        let remote = sender.remote(&prepared);
+        let by_identity = receiver.read(&remote, soon());
+        let by_range = receiver.read(&anonymous(&remote), soon());
+        let cannot_know = sender.retract(&prepared) == Retracted::Unknown;
+        for (read, how) in [(by_identity, "identity"), (by_range, "range")] {
+            let Ok(filled) = read else { continue };
+            assert!(cannot_know, "it was served by its {how}");
+            assert!(!filled.verified, "it was verified by its {how}");
+        }
     });
 }
 

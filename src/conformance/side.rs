@@ -172,13 +172,16 @@ impl Side {
     /// Gets as a relay does: bytes that are proven, or an error.
     pub(super) fn get(&self, remote: &RemoteBuffer) -> Result<Vec<u8>> {
         let filled = self.read(remote, soon())?;
-        if !filled.verified && remote.identity.is_some() {
+        let (verified, bytes) = (filled.verified, bytes_of(&filled).to_vec());
+        // The stamp needs a buffer too: threads that hold one each would wait for each other.
+        drop(filled);
+        if !verified && remote.identity.is_some() {
             let stamp = remote.stamp.expect("the suite's remotes have a stamp");
             if self.stamp(&remote.peer, stamp.ptr)? != stamp.value {
                 return Err(Error::stale(&remote.peer, "the stamp is another's"));
             }
         }
-        Ok(bytes_of(&filled).to_vec())
+        Ok(bytes)
     }
 
     /// Reads the stamp at `addr`.

@@ -8,7 +8,9 @@ use std::{
 
 use parking_lot::{Condvar, Mutex};
 
-use super::{Identity, Publication, Retracted, TransferId};
+#[cfg(any(feature = "embedded", test))]
+use super::TransferId;
+use super::{Identity, Publication, Retracted};
 use crate::memory::Span;
 
 /// The table of published slots. The relay publishes and retracts; the engine's server pins.
@@ -66,6 +68,7 @@ impl Exports {
     }
 
     /// The put that is open in `slot` and has that random half of an id.
+    #[cfg(feature = "embedded")]
     pub(crate) fn id(&self, slot: u32, random: u64) -> Option<TransferId> {
         let slots = self.slots.lock();
         let export = slots.get(slot as usize)?.as_ref()?;

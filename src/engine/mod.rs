@@ -6,6 +6,8 @@ mod buffer;
 mod embedded;
 mod exports;
 mod inprocess;
+#[cfg(feature = "mooncake")]
+mod mooncake;
 mod open;
 
 use std::{fmt, os::fd::BorrowedFd, sync::Arc, time::Instant};
@@ -15,6 +17,8 @@ pub use self::buffer::{Filled, LocalBuffer, ReadError, RemoteBuffer, Stamp};
 #[cfg(feature = "embedded")]
 pub use self::embedded::{EmbeddedBuilder, EmbeddedEngine};
 pub use self::inprocess::InProcessEngine;
+#[cfg(feature = "mooncake")]
+pub use self::mooncake::{MooncakeConfig, MooncakeConnection, MooncakeEngine, Opcode};
 pub use self::open::{EngineOptions, open_engine};
 pub(crate) use crate::identity::{Identity, Instance, Notification, TransferId};
 use crate::{doorbell::Doorbell, error::Result, memory::Span};

@@ -10,6 +10,7 @@ pub(crate) mod hooked;
 pub(crate) mod peer;
 pub(crate) mod place;
 pub(crate) mod proxy;
+pub(crate) mod real;
 pub(crate) mod sockets;
 
 use std::{

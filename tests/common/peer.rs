@@ -2,7 +2,9 @@
 
 use std::{
     collections::HashMap,
-    env, fs,
+    env,
+    ffi::OsStr,
+    fs,
     io::{self, BufRead, BufReader, Write},
     path::{Path, PathBuf},
     process::{Child, ChildStdin, Command, ExitStatus, Stdio},
@@ -65,25 +67,23 @@ impl Peer {
         Self::spawn(place.command(example("peer")).args(flags))
     }
 
+    /// The same, here, with these variables too.
+    pub(crate) fn start_with(flags: &[&str], variables: &[(&str, &OsStr)]) -> Self {
+        let mut command = Command::new(example("peer"));
+        Self::spawn(command.args(flags).envs(variables.iter().copied()))
+    }
+
     /// The Python peer on the real engine. `None`, said aloud: it cannot be set up here.
     pub(crate) fn python(flags: &[&str]) -> Option<Self> {
+        let RealEngine { python, site } = real_engine()?;
         let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-        static PYTHON: OnceLock<Result<String, String>> = OnceLock::new();
-        match PYTHON.get_or_init(|| set_up_wheel(root)) {
-            Ok(python) => Some(Self::spawn(
-                Command::new(python)
-                    .arg(root.join("tests/mooncake_peer.py"))
-                    .args(flags)
-                    .env("PYTHONPATH", root.join("target/mooncake-0.3.13.post1"))
-                    .env("MC_FORCE_TCP", "1"),
-            )),
-            Err(reason) if env::var_os("CI").is_some() => panic!("{reason}"),
-            Err(reason) => {
-                // Past the test harness, which would swallow it: a skipped test says so.
-                let _ = writeln!(io::stderr(), "{SKIPPED}, no real engine to test with: {reason}");
-                None
-            }
-        }
+        Some(Self::spawn(
+            Command::new(python)
+                .arg(root.join("tests/mooncake_peer.py"))
+                .args(flags)
+                .env("PYTHONPATH", site)
+                .env("MC_FORCE_TCP", "1"),
+        ))
     }
 
     fn spawn(command: &mut Command) -> Self {
@@ -353,14 +353,37 @@ fn newest(path: &Path) -> SystemTime {
     .unwrap_or(SystemTime::UNIX_EPOCH)
 }
 
-/// The Python that runs the real engine, or why there is none.
-fn set_up_wheel(root: &Path) -> Result<String, String> {
+/// The real engine, as `tests/setup.sh` installs it.
+#[derive(Debug)]
+pub(crate) struct RealEngine {
+    pub(crate) python: String,
+    /// The folder that holds `mooncake/`.
+    pub(crate) site: PathBuf,
+}
+
+/// `None`, said aloud: it cannot be set up here.
+pub(crate) fn real_engine() -> Option<&'static RealEngine> {
+    static ENGINE: OnceLock<Result<RealEngine, String>> = OnceLock::new();
+    match ENGINE.get_or_init(set_up_wheel) {
+        Ok(engine) => Some(engine),
+        Err(reason) if env::var_os("CI").is_some() => panic!("{reason}"),
+        Err(reason) => {
+            // Past the test harness, which would swallow it: a skipped test says so.
+            let _ = writeln!(io::stderr(), "{SKIPPED}, no real engine to test with: {reason}");
+            None
+        }
+    }
+}
+
+fn set_up_wheel() -> Result<RealEngine, String> {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let output = Command::new("sh")
         .arg(root.join("tests/setup.sh"))
         .output()
         .map_err(|error| format!("sh: {error}"))?;
     if output.status.success() {
-        Ok(String::from_utf8_lossy(&output.stdout).trim().to_owned())
+        let python = String::from_utf8_lossy(&output.stdout).trim().to_owned();
+        Ok(RealEngine { python, site: root.join("target/mooncake-0.3.13.post1") })
     } else {
         Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
     }

@@ -29,7 +29,7 @@ pub(crate) fn wheel() -> Option<PathBuf> {
 
 fn set_up() -> Result<PathBuf, String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).parent().unwrap();
-    let script = root.join("tests/setup-wheel.sh");
+    let script = root.join("tests/setup.sh");
     let output = Command::new("sh").arg(&script).output().map_err(|error| error.to_string())?;
     if output.status.success() {
         Ok(root.join("target/mooncake-0.3.13.post1"))

@@ -1,0 +1,297 @@
+//! The real engine: what it is opened with, its raw connection, and what it does that others do not.
+#![cfg(feature = "mooncake")]
+#![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
+
+mod common;
+
+use std::{
+    collections::HashMap,
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use mooncake_relay::{
+    Config, Engine, Error, MooncakeConfig, MooncakeConnection, MooncakeEngine, Notification,
+    Opcode, Relay, Result, Tensor,
+};
+use serde_json::json;
+
+use crate::common::{
+    eventually,
+    peer::{Peer, real_engine},
+    real, within,
+};
+
+const WATCHDOG: Duration = Duration::from_secs(60);
+
+#[test]
+fn what_cannot_work_is_refused_before_any_library_is_looked_for() {
+    let config =
+        || MooncakeConfig { library: Some("/nowhere.so".into()), ..MooncakeConfig::default() };
+    let name = |hostname: &str| MooncakeConfig { hostname: hostname.into(), ..config() };
+    let server = |server: &str| MooncakeConfig { metadata_server: server.into(), ..config() };
+    let protocol = |protocol: &str| MooncakeConfig { protocol: protocol.into(), ..config() };
+    let device = |protocol: &str, name: &str| MooncakeConfig {
+        protocol: protocol.into(),
+        device_name: name.into(),
+        ..config()
+    };
+    let long = "n".repeat(300);
+    for (expected, config) in [
+        ("hostname", name("")),
+        ("hostname", name("a b")),
+        ("hostname", name("a\0b")),
+        ("hostname", name("nöde")),
+        ("hostname", name("0.0.0.0")),
+        ("hostname", name("[::")),
+        ("hostname", name(&long)),
+        ("metadata_server", server("")),
+        ("metadata_server", server("p2phandshake")),
+        ("metadata_server", server("http://")),
+        ("metadata_server", server("ftp://host")),
+        ("metadata_server", server("etcd://ho st")),
+        ("metadata_server", server("etcd://host\0")),
+        ("protocol", protocol("")),
+        ("protocol", protocol("TCP")),
+        ("protocol", protocol("tcp\0")),
+        ("device_name", device("tcp", "mlx5_0")),
+        ("device_name", device("rdma", "mlx5_0,,")),
+        ("device_name", device("rdma", "a/b")),
+    ] {
+        match MooncakeEngine::open(&config) {
+            Err(Error::Config { field, .. }) => assert_eq!(field, expected, "{config:?}"),
+            other => panic!("{config:?}: {other:?}"),
+        }
+    }
+}
+
+#[test]
+fn without_a_library_it_says_where_it_looked_and_what_to_install() {
+    let config =
+        MooncakeConfig { library: Some("/nowhere.so".into()), ..MooncakeConfig::default() };
+    let error = MooncakeEngine::open(&config).unwrap_err();
+    assert!(matches!(error, Error::Engine { engine: "mooncake", .. }), "{error:?}");
+    let text = error.to_string();
+    for named in ["/nowhere.so", "pip install", "apt-get install", "MOONCAKE_LIBRARY"] {
+        assert!(text.contains(named), "{named} is not in: {text}");
+    }
+}
+
+#[test]
+fn what_the_library_or_the_host_lacks_is_an_error_and_not_the_end_of_the_process() {
+    let Some(config) = real::config() else { return };
+    within(WATCHDOG, move || {
+        let wrong = [
+            MooncakeConfig { metadata_server: "redis://127.0.0.1:1".into(), ..config.clone() },
+            MooncakeConfig { protocol: "nvlink".into(), ..config.clone() },
+            MooncakeConfig {
+                protocol: "rdma".into(),
+                device_name: "no_such_device".into(),
+                ..config.clone()
+            },
+        ];
+        for config in wrong {
+            let opened = MooncakeEngine::open(&config);
+            assert!(matches!(opened, Err(Error::Config { .. })), "{config:?}: {opened:?}");
+        }
+        let nobody = MooncakeConfig { metadata_server: "http://127.0.0.1:1/m".into(), ..config };
+        let opened = MooncakeEngine::open(&nobody);
+        assert!(matches!(opened, Err(Error::Engine { .. } | Error::Config { .. })), "{opened:?}");
+    });
+}
+
+#[test]
+fn the_raw_connection_registers_moves_and_tells() {
+    let Some(config) = real::config() else { return };
+    within(WATCHDOG, move || {
+        let (a, b) = (Raw::open(&config, 1), Raw::open(&config, 2));
+        let there = a.address();
+
+        assert_config(b.register());
+        b.transfer(&a, 0, there, 100, Opcode::Read, None).unwrap();
+        assert_eq!(b.bytes(0, 101), [&[1; 100][..], &[2]].concat());
+        b.transfer(&a, 200, there + 100, 50, Opcode::Write, None).unwrap();
+        assert_eq!(a.bytes(99, 52), [&[1][..], &[2; 50], &[1]].concat());
+
+        let told = note("größe");
+        b.transfer(&a, 0, there, 8, Opcode::Read, Some(&told)).unwrap();
+        eventually(vec![told], || a.connection.get_notifies().unwrap());
+
+        let outside = b.transfer(&a, 0, there + 1, SIZE, Opcode::Read, None);
+        assert!(matches!(outside, Err(Error::Rejected { .. })), "{outside:?}");
+
+        b.connection.deregister_memory(b.memory).unwrap();
+        assert_config(b.connection.deregister_memory(b.memory));
+        assert_config(b.transfer(&a, 0, there, 8, Opcode::Read, None));
+
+        a.connection.close().unwrap();
+        a.connection.close().unwrap();
+        let closed = a.connection.notify(b.connection.session_id(), &note("late"), soon());
+        assert!(matches!(closed, Err(Error::Closed)), "{closed:?}");
+        assert_eq!((a.connection.in_flight(), b.connection.in_flight()), (0, 0));
+    });
+}
+
+#[test]
+fn a_text_that_c_would_cut_is_refused() {
+    let Some(engine) = real::engine() else { return };
+    within(WATCHDOG, move || {
+        let peer = engine.session_id();
+        for note in [note("a\0b"), Notification::new("a", "b\0"), note(&"n".repeat(1 << 17))] {
+            let told = engine.notify(peer, &note, soon());
+            assert!(matches!(told, Err(Error::Metadata { .. })), "{told:?}");
+        }
+        for peer in ["a\0b:1", "nöde:1", "a b:1", "/127.0.0.1:1"] {
+            let told = engine.notify(peer, &note("a"), soon());
+            assert!(matches!(told, Err(Error::Metadata { .. })), "{peer:?}: {told:?}");
+        }
+    });
+}
+
+#[test]
+fn no_batch_is_left_after_many_transfers() {
+    let Some(sender) = real::engine() else { return };
+    let Some(receiver) = real::engine() else { return };
+    within(WATCHDOG, move || {
+        let config = Config::default().with_slot_size(4096).with_credits(4);
+        let sender = Relay::new(Arc::new(sender), &config).unwrap();
+        let receiver = Relay::new(Arc::new(receiver), &config).unwrap();
+        for round in 0..500_u32 {
+            let bytes = vec![round as u8; 1 + round as usize % 300];
+            let (metadata, token) = sender.put_bytes(&bytes, Tensor::bytes(bytes.len())).unwrap();
+            assert_eq!(&receiver.get(&metadata).unwrap().wait().unwrap()[..], bytes);
+            token.wait().unwrap();
+        }
+        let counters = counters(&receiver);
+        assert_eq!(counters["batches"], 1000, "a read of the bytes and one of the stamp each");
+        assert_eq!((counters["batches_freed"], counters["batches_parked"]), (1000, 0));
+        assert_eq!(counters["segments_opened"], 1);
+    });
+}
+
+#[test]
+fn reads_from_a_frozen_peer_end_in_time_and_their_slots_come_back_when_it_wakes() {
+    let Some(real) = real_engine() else { return };
+    let Some(engine) = real::engine() else { return };
+    let sender = Peer::start_with(
+        &["--engine", "mooncake", "--slot-size", "4096", "--credits", "16"],
+        &[("MOONCAKE_WHEEL", real.site.as_os_str())],
+    );
+    within(WATCHDOG, move || {
+        let config = Config::default().with_slot_size(4096).with_credits(16);
+        let receiver = Relay::new(Arc::new(engine), &config).unwrap();
+        let put = || sender.put(json!({"size": 4096, "seed": 1})).metadata.to_string().parse();
+        let puts: Vec<_> = (0..16).map(|_| put().unwrap()).collect();
+        receiver.get(&puts[0]).unwrap().wait().unwrap();
+
+        sender.stop();
+        let gets = puts[1..].iter();
+        let gets: Vec<_> =
+            gets.map(|put| receiver.get_timeout(put, Duration::from_secs(1)).unwrap()).collect();
+        for get in gets {
+            assert!(matches!(get.wait(), Err(Error::TimedOut)));
+        }
+        // What the engine may still write is nobody's.
+        let parked = counters(&receiver)["batches_parked"];
+        assert!(parked > 0, "no read was under way");
+        assert_eq!(receiver.health().receive_free as u64, 16 - parked);
+
+        sender.resume();
+        eventually((16, 0), || {
+            (receiver.health().receive_free as u64, counters(&receiver)["batches_parked"])
+        });
+        let counters = counters(&receiver);
+        assert_eq!(counters["batches"], counters["batches_freed"]);
+        let again = sender.put(json!({"text": "again"}));
+        let got = receiver.get(&again.metadata.to_string().parse().unwrap()).unwrap().wait();
+        assert_eq!(&got.unwrap()[..], b"again");
+    });
+}
+
+#[test]
+fn a_put_that_is_over_is_stale_from_either_kind_of_sender() {
+    let Some(real) = real_engine() else { return };
+    for kind in ["mooncake", "embedded"] {
+        let Some(engine) = real::engine() else { return };
+        let sender = Peer::start_with(
+            &["--engine", kind, "--slot-size", "4096"],
+            &[("MOONCAKE_WHEEL", real.site.as_os_str())],
+        );
+        within(WATCHDOG, move || {
+            let receiver = Relay::new(Arc::new(engine), &Config::default().with_slot_size(4096));
+            let receiver = receiver.unwrap();
+            let put = sender.put(json!({"size": 100, "seed": 1}));
+            let metadata = put.metadata.to_string().parse().unwrap();
+            receiver.get(&metadata).unwrap().wait().unwrap();
+            sender.wait(put.tag);
+            let late = receiver.get(&metadata).unwrap().wait();
+            assert!(matches!(late, Err(Error::Stale { .. })), "{kind}: {late:?}");
+        });
+    }
+}
+
+const SIZE: usize = 4096;
+
+/// A connection with registered memory, which is never freed.
+struct Raw {
+    connection: MooncakeConnection,
+    memory: *mut u8,
+}
+
+impl Raw {
+    fn open(config: &MooncakeConfig, fill: u8) -> Self {
+        let memory = Box::leak(vec![fill; SIZE].into_boxed_slice()).as_mut_ptr();
+        let raw = Self { connection: MooncakeConnection::open(config).unwrap(), memory };
+        raw.register().unwrap();
+        raw
+    }
+
+    fn register(&self) -> Result<()> {
+        // SAFETY: it is never freed, and looked at only while nothing is in flight.
+        unsafe { self.connection.register_memory(self.memory, SIZE) }
+    }
+
+    fn address(&self) -> u64 {
+        self.memory.expose_provenance() as u64
+    }
+
+    fn transfer(
+        &self,
+        peer: &Self,
+        local: usize,
+        remote: u64,
+        len: usize,
+        opcode: Opcode,
+        note: Option<&Notification>,
+    ) -> Result<()> {
+        let (local, peer) = (self.memory.wrapping_add(local), peer.connection.session_id());
+        // SAFETY: as in `register`.
+        unsafe { self.connection.transfer_sync(peer, local, remote, len, opcode, note, soon()) }
+    }
+
+    fn bytes(&self, from: usize, len: usize) -> Vec<u8> {
+        assert!(from + len <= SIZE);
+        let mut bytes = vec![0; len];
+        let from = self.memory.wrapping_add(from);
+        // SAFETY: inside, and nothing is in flight.
+        unsafe { from.copy_to_nonoverlapping(bytes.as_mut_ptr(), len) };
+        bytes
+    }
+}
+
+#[track_caller]
+fn assert_config(refused: Result<()>) {
+    assert!(matches!(refused, Err(Error::Config { .. })), "{refused:?}");
+}
+
+fn soon() -> Instant {
+    Instant::now() + Duration::from_secs(20)
+}
+
+fn note(name: &str) -> Notification {
+    Notification::new(name, "transfer_complete")
+}
+
+fn counters(relay: &Relay) -> HashMap<String, u64> {
+    relay.health().counters.engine.iter().map(|(name, value)| (name.to_string(), *value)).collect()
+}
