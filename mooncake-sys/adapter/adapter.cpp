@@ -325,7 +325,8 @@ int freeNotifsMsgBuf(notify_msg *notes, int count) {
     return 0;
 }
 
-// NULL and a count of 0: there are none. NULL and a negative count: they could not be fetched.
+// NULL and a count of 0: there are none. NULL and a negative count: they could not be fetched. A text
+// with a NUL in it, which C would cut and take for another, is NULL instead.
 notify_msg *getNotifsFromEngine(void *engine, int *count) {
     *count = 0;
     notify_msg *failed = nullptr;
@@ -337,9 +338,16 @@ notify_msg *getNotifsFromEngine(void *engine, int *count) {
         if (found.empty()) return nullptr;
         int most = static_cast<int>(found.size());
         auto *notes = static_cast<notify_msg *>(calloc(found.size(), sizeof(notify_msg)));
+        bool lacks_memory = false;
+        auto copy = [&](const std::string &text) -> char * {
+            if (text.find('\0') != std::string::npos) return nullptr;
+            char *copied = strdup(text.c_str());
+            lacks_memory |= copied == nullptr;
+            return copied;
+        };
         for (int i = 0; notes != nullptr && i < most; ++i) {
-            notes[i] = {strdup(found[i].name.c_str()), strdup(found[i].notify_msg.c_str())};
-            if (notes[i].name == nullptr || notes[i].msg == nullptr) {
+            notes[i] = {copy(found[i].name), copy(found[i].notify_msg)};
+            if (lacks_memory) {
                 freeNotifsMsgBuf(notes, most);
                 notes = nullptr;
             }

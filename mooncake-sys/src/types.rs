@@ -66,7 +66,8 @@ pub struct TransferStatus {
     pub transferred_bytes: u64,
 }
 
-/// A notification: two texts that end at their first NUL.
+/// A notification: two texts that end at their first NUL. One that was received by the adapter and has a
+/// NUL inside is NULL instead.
 #[repr(C)]
 #[derive(Clone, Copy, Debug)]
 pub struct NotifyMsg {

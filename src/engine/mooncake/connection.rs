@@ -236,7 +236,7 @@ impl MooncakeConnection {
         let notes = self.shared.native.notes(&mut refused);
         if refused > 0 {
             self.shared.counters.notes_refused.fetch_add(refused, Ordering::Relaxed);
-            tracing::warn!(refused, "notifications that are no UTF-8 were dropped");
+            tracing::warn!(refused, "notifications that are no UTF-8, or have a NUL, were dropped");
         }
         notes
     }
