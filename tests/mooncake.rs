@@ -45,6 +45,8 @@ fn what_cannot_work_is_refused_before_any_library_is_looked_for() {
         ("hostname", name("0.0.0.0")),
         ("hostname", name("[::")),
         ("hostname", name(&long)),
+        ("hostname", name("::1")), // MC_USE_IPV6 is not set
+        ("hostname", name("[::1]")),
         ("metadata_server", server("")),
         ("metadata_server", server("p2phandshake")),
         ("metadata_server", server("http://")),
@@ -130,6 +132,24 @@ fn the_raw_connection_registers_moves_and_tells() {
         assert!(matches!(closed, Err(Error::Closed)), "{closed:?}");
         assert_eq!((a.connection.in_flight(), b.connection.in_flight()), (0, 0));
     });
+}
+
+#[test]
+fn with_the_variable_that_it_wants_ipv6_works_both_ways() {
+    let Some(real) = real_engine() else { return };
+    let start = || {
+        Peer::start_with(
+            &["--engine", "mooncake", "--listen", "[::1]:0", "--slot-size", "4096"],
+            &[("MOONCAKE_WHEEL", real.site.as_os_str()), ("MC_USE_IPV6", "1".as_ref())],
+        )
+    };
+    let (a, b) = (start(), start());
+    assert!(a.session_id().starts_with("[::1]:"), "{}", a.session_id());
+    for (from, to) in [(&a, &b), (&b, &a)] {
+        let sent = from.put(json!({"size": 4000, "seed": 6}));
+        assert_eq!(to.get(&sent.metadata)["sha256"], *sent.sha256);
+        assert_eq!(from.wait(sent.tag)["ok"], true);
+    }
 }
 
 #[test]

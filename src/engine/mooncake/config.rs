@@ -1,6 +1,6 @@
 //! What a Mooncake engine is opened with, and every text that C++ gets, checked before it sees it.
 
-use std::{ffi::CString, fs, path::PathBuf};
+use std::{env, ffi::CString, fs, net::Ipv4Addr, path::PathBuf};
 
 use crate::error::{Error, Result};
 
@@ -15,7 +15,8 @@ use crate::error::{Error, Result};
 pub struct MooncakeConfig {
     /// The name or address by which peers reach this host; default `127.0.0.1`. The engine listens
     /// on every address of the host, whatever stands here, on ports of its own choice. With a
-    /// metadata server it may have a port, and is the name under which peers find it there.
+    /// metadata server it may have a port, and is the name under which peers find it there. It is of
+    /// IPv4 or a name; where `MC_USE_IPV6` is set in the environment, of IPv6 or a name.
     pub hostname: String,
     /// `P2PHANDSHAKE`, the default: peers ask each other. Or `etcd://`, `http://`, `https://` or
     /// `redis://` and a server, where the library was built with that.
@@ -78,6 +79,7 @@ impl MooncakeConfig {
             let reason = "it stands for every address: name the one by which peers reach this host";
             return Err(Error::config("hostname", reason));
         }
+        check_family(&self.hostname)?;
         if !PROTOCOLS.contains(&self.protocol.as_str()) {
             let reason = format!("{:?} is not {}", self.protocol, PROTOCOLS.join(", "));
             return Err(Error::config("protocol", reason));
@@ -111,6 +113,20 @@ impl MooncakeConfig {
         }
         Ok(names)
     }
+}
+
+/// An engine has sockets of one family, whatever address it is given.
+fn check_family(hostname: &str) -> Result<()> {
+    let has_ipv6 = env::var_os("MC_USE_IPV6").is_some();
+    let host = host_of(hostname)?.trim_matches(['[', ']']);
+    let reason = if is_ipv6(host) && !has_ipv6 {
+        "the engine has no IPv6 unless MC_USE_IPV6 is set in the environment"
+    } else if host.parse::<Ipv4Addr>().is_ok() && has_ipv6 {
+        "MC_USE_IPV6 is set in the environment, and the engine has no IPv4 then"
+    } else {
+        return Ok(());
+    };
+    Err(Error::config("hostname", reason))
 }
 
 /// The RDMA devices of this host.
