@@ -1,6 +1,6 @@
 # What a developer needs. `make` alone lists it.
 .NOTPARALLEL:
-.PHONY: help test quickstart interop fmt lint loom mutants bench counts wheel packages
+.PHONY: help test quickstart interop interop-all fmt lint loom mutants bench counts wheel packages
 
 CARGO = cargo
 began := $(shell date +%s)
@@ -9,7 +9,8 @@ stage = @echo "== $$(($$(date +%s) - $(began))) s: $(1)"
 help:
 	@echo 'make test        everything that must pass: lints, docs, loom, all tests'
 	@echo 'make quickstart  two processes, tensors both ways, a table of times'
-	@echo 'make interop     a Python peer on the real Mooncake engine, both ways'
+	@echo 'make interop     both engines and a Python peer on the real one, each with each, both ways'
+	@echo 'make interop-all the same, and Python peers on older wheels'
 	@echo 'make fmt         formats the code'
 	@echo 'make lint        formatting, clippy and rustdoc, warnings denied'
 	@echo 'make loom        the lock-free code in every interleaving'
@@ -31,6 +32,10 @@ quickstart:
 interop: packages
 	$(CARGO) test --all-features --test interop -- --nocapture
 
+# The older wheels are installed under target/, each in a folder of its own: 130 MB to fetch.
+interop-all: packages
+	$(CARGO) test --all-features --test interop --test interop_all -- --nocapture
+
 fmt:
 	$(CARGO) fmt --all
 
@@ -39,6 +44,7 @@ lint:
 	$(CARGO) fmt --all --check
 	$(call stage,clippy)
 	$(CARGO) clippy --all-targets --all-features -- -D warnings
+	$(CARGO) clippy --test interop_all --all-features -- -D warnings
 	$(CARGO) clippy --lib --no-default-features -- -D warnings
 	$(call stage,documentation)
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --no-deps --all-features

@@ -3,17 +3,25 @@
 # for network namespaces. Prints the Python that runs the engine.
 #
 #   tests/setup.sh              installs the engine's wheel under target/, if it is not there
+#   tests/setup.sh 0.3.12.post1 the wheel of that version, in a folder of its own
 #   tests/setup.sh --packages   also installs missing Debian packages, if root; else names them
 #
 # Exits with 0 only when that Python can load the engine, and mooncake-sys has what it builds and
 # loads its adapter with. May be run by many at once.
 set -eu
 
-version=0.3.13.post1
+version=0.3.13.post1 # what the adapter is made for
 packages='libibverbs1 libnuma1 libcurl4' # what the wheel links against and does not carry
 libraries='libibverbs.so.1:libibverbs1 libnuma.so.1:libnuma1 libcurl.so.4:libcurl4'
 adapter=libpython3.11.so.1.0:libpython3.11 # what the adapter loads; the compiler it is built with
 root=$(cd "$(dirname "$0")/.." && pwd)
+with_packages=
+for argument in "$@"; do
+    case $argument in
+        --packages) with_packages=yes ;;
+        *) version=$argument ;;
+    esac
+done
 wheel=$root/target/mooncake-$version
 
 # The wheel is built for CPython 3.11, whatever the default is.
@@ -56,7 +64,7 @@ install_packages() {
     DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends $missing >&2
 }
 
-if [ "${1-}" = --packages ]; then install_packages; fi
+if [ -n "$with_packages" ]; then install_packages; fi
 
 if ! python=$(find_python); then
     echo "setup: no CPython 3.11 with pip: install python3.11 and python3-pip" >&2

@@ -4,6 +4,7 @@ use std::{
     collections::HashMap,
     env,
     ffi::OsStr,
+    fmt::Display,
     fs,
     io::{self, BufRead, BufReader, Write},
     path::{Path, PathBuf},
@@ -64,7 +65,12 @@ impl Peer {
 
     /// The same, in another place.
     pub(crate) fn start_in(place: &Place, flags: &[&str]) -> Self {
-        Self::spawn(place.command(example("peer")).args(flags))
+        let mut command = place.command(example("peer"));
+        if flags.contains(&"mooncake") {
+            let real = real_engine().expect("whoever asks for the real engine has seen to it");
+            command.env("MOONCAKE_WHEEL", &real.site);
+        }
+        Self::spawn(command.args(flags))
     }
 
     /// The same, here, with these variables too.
@@ -75,15 +81,15 @@ impl Peer {
 
     /// The Python peer on the real engine. `None`, said aloud: it cannot be set up here.
     pub(crate) fn python(flags: &[&str]) -> Option<Self> {
-        let RealEngine { python, site } = real_engine()?;
-        let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-        Some(Self::spawn(
-            Command::new(python)
-                .arg(root.join("tests/mooncake_peer.py"))
-                .args(flags)
-                .env("PYTHONPATH", site)
-                .env("MC_FORCE_TCP", "1"),
-        ))
+        Some(Self::python_in(&Place::here(), real_engine()?, flags))
+    }
+
+    /// The same, in another place, and of that wheel.
+    pub(crate) fn python_in(place: &Place, real: &RealEngine, flags: &[&str]) -> Self {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mooncake_peer.py");
+        let mut command = place.command(&real.python);
+        command.arg(script).args(flags).env("PYTHONPATH", &real.site);
+        Self::spawn(command.env("MC_FORCE_TCP", "1"))
     }
 
     fn spawn(command: &mut Command) -> Self {
@@ -361,10 +367,31 @@ pub(crate) struct RealEngine {
     pub(crate) site: PathBuf,
 }
 
+static ENGINE: OnceLock<Result<RealEngine, String>> = OnceLock::new();
+/// Set in a test's own child: the Python that its parent has found.
+const FOUND: &str = "MOONCAKE_RELAY_TEST_PYTHON";
+
+/// The variable that spares a child the search, where this process has searched.
+pub(crate) fn found_engine() -> Option<(&'static str, &'static str)> {
+    let real = ENGINE.get()?.as_ref().ok()?;
+    Some((FOUND, &real.python))
+}
+
 /// `None`, said aloud: it cannot be set up here.
 pub(crate) fn real_engine() -> Option<&'static RealEngine> {
-    static ENGINE: OnceLock<Result<RealEngine, String>> = OnceLock::new();
-    match ENGINE.get_or_init(set_up_wheel) {
+    or_skip(ENGINE.get_or_init(|| set_up_wheel(WHEEL)).as_ref())
+}
+
+/// The wheel that everything is tested with.
+const WHEEL: &str = "0.3.13.post1";
+
+/// The wheel of another version, for its Python. `None`, said aloud: it cannot be set up here.
+pub(crate) fn real_engine_of(version: &str) -> Option<RealEngine> {
+    or_skip(set_up_wheel(version))
+}
+
+fn or_skip<T>(found: Result<T, impl Display>) -> Option<T> {
+    match found {
         Ok(engine) => Some(engine),
         Err(reason) if env::var_os("CI").is_some() => panic!("{reason}"),
         Err(reason) => {
@@ -375,15 +402,20 @@ pub(crate) fn real_engine() -> Option<&'static RealEngine> {
     }
 }
 
-fn set_up_wheel() -> Result<RealEngine, String> {
+fn set_up_wheel(version: &str) -> Result<RealEngine, String> {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let site = root.join(format!("target/mooncake-{version}"));
+    if let (WHEEL, Ok(python)) = (version, env::var(FOUND)) {
+        return Ok(RealEngine { python, site });
+    }
     let output = Command::new("sh")
         .arg(root.join("tests/setup.sh"))
+        .arg(version)
         .output()
         .map_err(|error| format!("sh: {error}"))?;
     if output.status.success() {
         let python = String::from_utf8_lossy(&output.stdout).trim().to_owned();
-        Ok(RealEngine { python, site: root.join("target/mooncake-0.3.13.post1") })
+        Ok(RealEngine { python, site })
     } else {
         Err(String::from_utf8_lossy(&output.stderr).trim().to_owned())
     }

@@ -47,6 +47,12 @@ impl Place {
         command
     }
 
+    /// With that variable in the environment.
+    pub(crate) fn with_variable(mut self, name: &str, value: &str) -> Self {
+        self.words.extend(["env".to_owned(), format!("{name}={value}")]);
+        self
+    }
+
     /// With so many descriptors at most, a limit that the process may raise again.
     pub(crate) fn with_descriptors(self, count: u64) -> Option<Self> {
         self.with("prlimit", &[&format!("--nofile={count}:")])
