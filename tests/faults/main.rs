@@ -36,7 +36,7 @@ use std::process::ExitCode;
 
 use libtest_mimic::{Arguments, Trial};
 
-use crate::on::{Case, ENGINES};
+use crate::on::{Case, ENGINES, On};
 
 /// All cases, file by file.
 const CASES: &[&[Case]] = &[
@@ -79,19 +79,28 @@ fn main() -> ExitCode {
         supervisor::run(on, case);
         return ExitCode::SUCCESS;
     }
-    let mut trials: Vec<_> = pairs()
-        .map(|(on, case)| {
-            let name = on.name_of(case);
-            Trial::test(name.clone(), move || supervisor::watch(&name, case.limit))
-        })
-        .collect();
+    let mut trials: Vec<_> = pairs().map(|(on, case)| trial(on, case)).collect();
     trials.push(Trial::test("every_fault_has_a_case", every_fault_has_a_case));
+    trials.push(Trial::test("every_exception_is_of_a_case", every_exception_is_of_a_case));
     libtest_mimic::run(&Arguments::from_args(), trials).exit_code()
 }
 
+/// What an engine cannot pass is listed as ignored, with the reason before its name.
+fn trial(on: &'static On, case: &'static Case) -> Trial {
+    let name = on.name_of(case);
+    let runs = {
+        let name = name.clone();
+        move || if on.is_there() { supervisor::watch(&name, case.limit) } else { Ok(()) }
+    };
+    match on.excepts(case) {
+        Some(reason) => Trial::test(name, runs).with_kind(reason).with_ignored_flag(true),
+        None => Trial::test(name, runs),
+    }
+}
+
 /// Each engine with each case that fits it.
-fn pairs() -> impl Iterator<Item = (&'static on::On, &'static Case)> {
-    let each = |on: &'static on::On| {
+fn pairs() -> impl Iterator<Item = (&'static On, &'static Case)> {
+    let each = |on: &'static On| {
         CASES
             .iter()
             .flat_map(|cases| *cases)
@@ -106,4 +115,12 @@ fn every_fault_has_a_case() -> Result<(), libtest_mimic::Failed> {
     let has = |fault: &&&str| pairs().any(|(_, case)| begins(case, fault));
     let missing: Vec<_> = HELD.iter().filter(|fault| !has(fault)).collect();
     if missing.is_empty() { Ok(()) } else { Err(format!("no case for {missing:?}").into()) }
+}
+
+fn every_exception_is_of_a_case() -> Result<(), libtest_mimic::Failed> {
+    let is_one =
+        |name: &str| pairs().any(|(on, case)| on.excepts(case).is_some() && case.name == name);
+    let none: Vec<_> =
+        ENGINES.iter().flat_map(On::exceptions).filter(|name| !is_one(name)).collect();
+    if none.is_empty() { Ok(()) } else { Err(format!("no such case: {none:?}").into()) }
 }

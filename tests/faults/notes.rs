@@ -115,7 +115,7 @@ fn b2_no_slot_comes_back_before_its_bytes_were_copied(on: &On) {
             }
             (by_slot, by_dest)
         });
-        for round in 0..ROUNDS {
+        for round in 0..on.rounds(ROUNDS) {
             let len = random.size(MOST as u64).max(1) as usize;
             let (metadata, token) = from.sends(pattern.of(round, len));
             tx.send((round, metadata)).unwrap();
@@ -144,7 +144,7 @@ impl Copies {
 fn b2_a_slot_is_filled_anew_only_when_the_other_process_has_read_it(on: &On) {
     const SIZE: u64 = 256 << 10;
     let (from, to) = (on.peer(&["--credits", "1"]), on.peer(&[]));
-    for round in 0..500 {
+    for round in 0..on.rounds(500) {
         let sent = from.put(json!({"size": SIZE, "seed": round}));
         // Wanted already: it is filled with 0xFF the moment the slot is back.
         let next = from.send(json!({"cmd": "put", "bytes": {"size": SIZE, "fill": 0xFF}}));

@@ -10,6 +10,10 @@ use std::{
     time::{Duration, Instant},
 };
 
+#[cfg(feature = "mooncake")]
+#[path = "mooncake.rs"]
+mod mooncake;
+
 #[cfg(feature = "embedded")]
 use mooncake_relay::EmbeddedEngine;
 use mooncake_relay::{
@@ -26,17 +30,18 @@ use crate::common::{
     proxy::Proxy,
 };
 
-/// The engines, a line each.
+/// The engines, a line or a few each.
 pub(crate) const ENGINES: &[On] = &[
-    On { name: "in_process", make: in_process, flags: None, behind: None },
-    On { name: "ranges_only", make: ranges_only, flags: None, behind: None },
-    On { name: "disturbed", make: disturbed, flags: None, behind: None },
+    On { name: "in_process", make: in_process, ..PLAIN },
+    On { name: "ranges_only", make: ranges_only, lacks: &[Lack::Identity, Lack::Readers], ..PLAIN },
+    On { name: "disturbed", make: disturbed, ..PLAIN },
     #[cfg(feature = "embedded")]
     On {
         name: "embedded_tcp",
         make: || Arc::new(EmbeddedEngine::builder("127.0.0.1:0").local(false).bind().unwrap()),
         flags: Some(&["--no-local"]),
         behind: Some(behind),
+        ..PLAIN
     },
     // No proxy: it would stand where no byte passes.
     #[cfg(feature = "embedded")]
@@ -44,9 +49,23 @@ pub(crate) const ENGINES: &[On] = &[
         name: "embedded_local",
         make: || Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()),
         flags: Some(&[]),
-        behind: None,
+        ..PLAIN
     },
+    #[cfg(feature = "mooncake")]
+    mooncake::ON,
 ];
+
+const PLAIN: On = On {
+    name: "",
+    make: in_process,
+    flags: None,
+    behind: None,
+    lacks: &[],
+    except: &[],
+    share: 1,
+    library_stays: false,
+    is_there: || true,
+};
 
 /// One engine, as the cases see it.
 pub(crate) struct On {
@@ -56,6 +75,35 @@ pub(crate) struct On {
     flags: Option<&'static [&'static str]>,
     /// One that others reach through a proxy; `None`: no proxy can stand there.
     behind: Option<Behind>,
+    lacks: &'static [Lack],
+    /// Cases that fit, and that it cannot pass by its nature, each with the reason.
+    except: &'static [(&'static str, &'static str)],
+    /// Which part of a long case's rounds it does, where each takes it long: one of so many.
+    share: usize,
+    library_stays: bool,
+    /// Whether it can be set up here.
+    is_there: fn() -> bool,
+}
+
+/// What some engines cannot do; a case asks where that changes what is right.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Lack {
+    /// It tells what may be read by the address alone: whose bytes were read is for the receiver to
+    /// find out, by the stamp.
+    Identity,
+    /// It never knows whether a slot is being read, so that the quarantine of one that may be lasts
+    /// its full time.
+    Readers,
+    /// It serves whatever is registered, put or not.
+    Publication,
+    /// Nothing ends a read but itself: its slot is the engine's until then.
+    Cancel,
+    /// Notes travel as C's texts, which have no NUL.
+    Nul,
+    /// It listens on ports of its own choice, and nobody can have one of them right after it.
+    Ports,
+    /// It keeps no connection for its notes.
+    NoteConnections,
 }
 
 type Behind = fn(&Proxy) -> Arc<dyn Engine>;
@@ -118,6 +166,34 @@ impl On {
         format!("{on}::{}", case.name)
     }
 
+    /// Why it is left out here, if it is.
+    pub(crate) fn excepts(&self, case: &Case) -> Option<&'static str> {
+        self.except.iter().find(|(name, _)| *name == case.name).map(|(_, reason)| *reason)
+    }
+
+    /// The names of what is left out here.
+    pub(crate) fn exceptions(&self) -> impl Iterator<Item = &'static str> {
+        self.except.iter().map(|(name, _)| *name)
+    }
+
+    /// Whether a library comes with it that is never unloaded and has threads of its own.
+    pub(crate) fn library_stays(&self) -> bool {
+        self.library_stays
+    }
+
+    pub(crate) fn is_there(&self) -> bool {
+        (self.is_there)()
+    }
+
+    pub(crate) fn lacks(&self, what: Lack) -> bool {
+        self.lacks.contains(&what)
+    }
+
+    /// How many rounds of a long case are done here.
+    pub(crate) fn rounds(&self, all: usize) -> usize {
+        all / self.share
+    }
+
     pub(crate) fn fits(&self, case: &Case) -> bool {
         match case.needs {
             Needs::Any => true,
@@ -164,9 +240,12 @@ impl On {
     /// The flags with which the `peer` example uses this engine, and `more`.
     pub(crate) fn flags<'a>(&self, more: &[&'a str]) -> Vec<&'a str> {
         let own = self.flags.expect("peers can be processes here");
-        let size: &[&str] =
-            if more.contains(&"--slot-size") { &[] } else { &["--slot-size", "262144"] };
-        [size, own, more].concat()
+        let default = |flag, value, wanted| {
+            if wanted && !more.contains(&flag) { vec![flag, value] } else { Vec::new() }
+        };
+        let size = default("--slot-size", "262144", true);
+        let quarantine = default("--quarantine-ms", "100", self.lacks(Lack::Readers));
+        [&size, &quarantine, own, more].concat()
     }
 }
 
@@ -281,26 +360,32 @@ impl Peer {
 }
 
 /// An engine that is no relay's, to send notes with.
-pub(crate) struct Stranger(Arc<dyn Engine>);
+pub(crate) struct Stranger {
+    engine: Arc<dyn Engine>,
+    lacks_nul: bool,
+}
 
 impl Stranger {
     pub(crate) fn new(on: &On) -> Self {
         let engine = on.engine();
         engine.start(&Instance::from_bytes([0x57; 16])).unwrap();
-        Self(engine)
+        Self { engine, lacks_nul: on.lacks(Lack::Nul) }
     }
 
     #[track_caller]
     pub(crate) fn tells(&self, relay: &AtRest, note: &Notification) {
-        assert!(self.tries_to_tell(relay, note), "longer than its engine sends");
+        assert!(self.tries_to_tell(relay, note), "its engine does not send that");
     }
 
-    /// False: the note is longer than its engine sends.
+    /// False: the note is longer than its engine sends, or has a NUL, and that cannot have any.
     #[track_caller]
     pub(crate) fn tries_to_tell(&self, relay: &AtRest, note: &Notification) -> bool {
-        match self.0.notify(&relay.health().session_id, note, soon()) {
+        match self.engine.notify(&relay.health().session_id, note, soon()) {
             Ok(()) => true,
             Err(Error::TooLarge { .. }) => false,
+            Err(Error::Metadata { reason, .. }) if self.lacks_nul && reason.contains("NUL") => {
+                false
+            }
             Err(error) => panic!("{error:?}"),
         }
     }
@@ -308,7 +393,7 @@ impl Stranger {
 
 impl Drop for Stranger {
     fn drop(&mut self) {
-        self.0.stop(soon());
+        self.engine.stop(soon());
     }
 }
 

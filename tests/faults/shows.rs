@@ -31,6 +31,7 @@ struct Chaos {
     sides: [AtRest; 2],
     pattern: Pattern,
     round: AtomicUsize,
+    transfers: usize,
     delivered: AtomicU64,
     came_back: AtomicU64,
 }
@@ -46,6 +47,7 @@ fn chaos_of_delays_short_leases_and_aborts_never_yields_other_bytes(on: &On) {
         sides: [1, 2].map(|seed| AtRest::new(harsh(on, seed).engine(), &config)),
         pattern: Pattern::new(&mut Random::new(0xc4a05), MOST),
         round: AtomicUsize::new(0),
+        transfers: on.rounds(TRANSFERS),
         delivered: AtomicU64::new(0),
         came_back: AtomicU64::new(0),
     };
@@ -55,18 +57,18 @@ fn chaos_of_delays_short_leases_and_aborts_never_yields_other_bytes(on: &On) {
             s.spawn(move || chaos.work(&mut Random::new(seed)));
         }
     });
-    let Chaos { sides, delivered, came_back, .. } = chaos;
+    let Chaos { sides, transfers, delivered, came_back, .. } = chaos;
     sides.iter().for_each(AtRest::comes_to_rest);
     let counters = sides.each_ref().map(|side| side.health().counters.relay);
     println!("delivered {delivered:?}, came back {came_back:?}\n{counters:#?}");
-    assert_eq!(counters[0].puts + counters[1].puts, TRANSFERS as u64);
+    assert_eq!(counters[0].puts + counters[1].puts, transfers as u64);
     for counters in &counters {
         adds_up(counters);
         everything_happened(counters);
     }
     // It was about something.
-    assert!(delivered.into_inner() as usize > TRANSFERS / 10);
-    assert!(came_back.into_inner() as usize > TRANSFERS / 10);
+    assert!(delivered.into_inner() as usize > transfers / 10);
+    assert!(came_back.into_inner() as usize > transfers / 10);
     // The same relays, in peace: their leases are as short as before.
     let in_peace = |from: &AtRest, to: &AtRest| {
         let (metadata, _token) = from.sends(b"in peace");
@@ -146,7 +148,7 @@ impl Chaos {
     fn work(&self, random: &mut Random) {
         loop {
             let round = self.round.fetch_add(1, Ordering::Relaxed);
-            if round >= TRANSFERS {
+            if round >= self.transfers {
                 return;
             }
             let (from, to) = (&self.sides[round % 2], &self.sides[(round + 1) % 2]);

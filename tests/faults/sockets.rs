@@ -10,7 +10,7 @@ use crate::{
         place::Net,
         sockets::{State, ports_of},
     },
-    on::{On, cases, metadata_of},
+    on::{Lack, On, cases, metadata_of},
 };
 
 cases! {
@@ -22,7 +22,7 @@ cases! {
 }
 
 fn e1_five_thousand_transfers_fit_in_a_hundred_ports(on: &On) {
-    const TRANSFERS: u64 = 2500; // each way
+    let transfers = on.rounds(2500) as u64; // each way
     let Some(net) = Net::new() else { return };
     if net.choose_ports(40_000, 40_099).is_none() {
         return;
@@ -34,7 +34,7 @@ fn e1_five_thousand_transfers_fit_in_a_hundred_ports(on: &On) {
     thread::scope(|scope| {
         for (from, to) in [(&a, &b), (&b, &a)] {
             scope.spawn(move || {
-                for seed in 0..TRANSFERS {
+                for seed in 0..transfers {
                     let sent = from.put(json!({"size": seed % 7000, "seed": seed}));
                     let got = to.get(&sent.metadata);
                     assert_eq!(got["sha256"], *sent.sha256, "{got}");
@@ -44,8 +44,10 @@ fn e1_five_thousand_transfers_fit_in_a_hundred_ports(on: &On) {
             });
         }
     });
-    let waiting = net.count(State::TimeWait);
-    assert!(waiting < 10, "{waiting} connections were closed, and block their ports");
+    if !on.lacks(Lack::NoteConnections) {
+        let waiting = net.count(State::TimeWait);
+        assert!(waiting < 10, "{waiting} connections were closed, and block their ports");
+    }
     for (peer, warm) in [&a, &b].into_iter().zip(warm) {
         // One lane more each way, since both ways were busy at once.
         assert!(peer.descriptors() <= warm + 4, "{} descriptors, not {warm}", peer.descriptors());
@@ -53,18 +55,18 @@ fn e1_five_thousand_transfers_fit_in_a_hundred_ports(on: &On) {
 }
 
 fn e5_fifty_peers_that_start_at_once_are_reached_each_by_its_own_ports(on: &On) {
-    const PEERS: usize = 50;
+    let peers_at_once = on.rounds(50);
     let mut peers: Vec<_> = thread::scope(|scope| {
-        let starting: Vec<_> = (0..PEERS)
+        let starting: Vec<_> = (0..peers_at_once)
             .map(|_| scope.spawn(|| on.peer(&["--slot-size", "4096", "--wait", "park"])))
             .collect();
         starting.into_iter().map(|peer| peer.join().unwrap()).collect()
     });
     let ports: HashSet<_> =
         peers.iter().map(|peer| ports_of(peer.pid())).flat_map(|(a, b)| [a, b]).collect();
-    assert_eq!(ports.len(), 2 * PEERS);
+    assert_eq!(ports.len(), 2 * peers_at_once);
     let names: HashSet<_> = peers.iter().map(|peer| peer.session_id().to_owned()).collect();
-    assert_eq!(names.len(), PEERS);
+    assert_eq!(names.len(), peers_at_once);
 
     // All puts are open at once, so that one who is asked for another's has none of that name.
     let receiver = on.relay(&Config::default().with_slot_size(4096));

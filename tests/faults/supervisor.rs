@@ -14,7 +14,7 @@ use libtest_mimic::Failed;
 use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::{
-    common::{SKIPPED, eventually},
+    common::{SKIPPED, eventually, peer::found_engine},
     on::{Case, On},
 };
 
@@ -27,9 +27,10 @@ pub(crate) fn asked() -> Option<String> {
 
 /// Runs a case in this process, and looks at what it leaves.
 pub(crate) fn run(on: &On, case: &Case) {
-    let before = Held::now();
+    let held = || Held::now(on.library_stays());
+    let before = held();
     (case.run)(on);
-    eventually(before, Held::now);
+    eventually(before, held);
     println!("done");
 }
 
@@ -37,25 +38,63 @@ pub(crate) fn run(on: &On, case: &Case) {
 #[derive(Clone, PartialEq, Eq, Debug)]
 struct Held {
     threads: usize,
-    descriptors: usize,
+    /// Of what kind each is, in order.
+    descriptors: Vec<String>,
     /// Pools that are still mapped.
     pools: usize,
     in_dev_shm: usize,
 }
 
 impl Held {
-    fn now() -> Self {
-        let count = |folder| fs::read_dir(folder).map_or(0, Iterator::count);
+    /// Without what a library that stays loaded starts and opens in its own time: then only threads
+    /// with our names count, and no event descriptors, no local sockets and no files of the system's.
+    fn now(library_stays: bool) -> Self {
+        let counts = |kind: &String| !(library_stays && is_of_a_library(kind));
+        let mut descriptors: Vec<_> = descriptors().into_iter().filter(counts).collect();
+        descriptors.sort_unstable();
+        let ours = |name: &String| {
+            !library_stays || name.starts_with("relay-") || name.starts_with("mooncake-")
+        };
         let maps = fs::read_to_string("/proc/self/maps").unwrap();
         let in_dev_shm = fs::read_dir("/dev/shm").into_iter().flatten().flatten();
-        let ours = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().contains("relay");
+        let relays = |entry: &fs::DirEntry| entry.file_name().to_string_lossy().contains("relay");
         Self {
-            threads: count("/proc/self/task"),
-            descriptors: count("/proc/self/fd"),
-            pools: maps.lines().filter(|line| line.contains("mooncake-relay")).count(),
-            in_dev_shm: in_dev_shm.filter(ours).count(),
+            threads: thread_names().iter().filter(|name| ours(name)).count(),
+            descriptors,
+            pools: maps.lines().filter(|line| line.contains("memfd:mooncake-relay")).count(),
+            in_dev_shm: in_dev_shm.filter(relays).count(),
         }
     }
+}
+
+fn thread_names() -> Vec<String> {
+    let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
+    // One may have ended by the second look.
+    tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok()).collect()
+}
+
+/// What each descriptor is: a path, or a kind without its number.
+fn descriptors() -> Vec<String> {
+    let local = fs::read_to_string("/proc/self/net/unix").unwrap_or_default();
+    let is_local =
+        |number: &str| local.lines().any(|line| line.split_whitespace().nth(6) == Some(number));
+    let kind = |entry: fs::DirEntry| {
+        let name = fs::read_link(entry.path()).ok()?.display().to_string();
+        match name.split_once(":[") {
+            Some(("socket", number)) if is_local(number.trim_end_matches(']')) => {
+                Some("local socket".to_owned())
+            }
+            Some((kind, _)) if kind != "anon_inode" => Some(kind.to_owned()),
+            _ => Some(name),
+        }
+    };
+    // The folder that is being read is open, too.
+    let ours = |name: &String| !name.starts_with("/proc/");
+    fs::read_dir("/proc/self/fd").unwrap().flatten().filter_map(kind).filter(ours).collect()
+}
+
+fn is_of_a_library(kind: &str) -> bool {
+    kind == "local socket" || kind.starts_with("anon_inode:") || kind.starts_with("/sys/")
 }
 
 /// Runs a case in a process of its own. It fails if that does not end well within `limit`, or says
@@ -63,6 +102,7 @@ impl Held {
 pub(crate) fn watch(name: &str, limit: Duration) -> Result<(), Failed> {
     let mut child = Command::new(env::current_exe()?)
         .env(CASE, name)
+        .envs(found_engine())
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())

@@ -18,7 +18,7 @@ use crate::{
         hooked::{Call, refused},
         proxy::{Ending, Proxy, STATUS},
     },
-    on::{AtRest, On, cases},
+    on::{AtRest, Lack, On, cases},
 };
 
 cases! {
@@ -238,6 +238,9 @@ fn a6_a_reference_to_no_open_put_is_an_error_and_moves_no_byte(on: &On) {
         ("that has expired", expired, "Stale"),
     ];
     for (what, make, kind) in references {
+        if on.lacks(Lack::Publication) && what == "that reaches over the end of its put" {
+            continue; // it is served with what lies behind, as registered
+        }
         for into in [false, true] {
             let from = if what == "that has expired" { &short } else { &from };
             let (reference, open) = make(from, &to);
@@ -370,7 +373,7 @@ fn a10_a_body_that_is_cut_delivers_nothing_and_is_told(on: &On) {
 
 fn a11_eight_threads_with_two_sizes_mix_nothing_up(on: &On) {
     const THREADS: usize = 8;
-    const GETS: usize = 500;
+    let each = on.rounds(500);
     const SIZES: [usize; 2] = [16_384, 2_424_832];
     let config =
         Config::default().with_slot_size(SIZES[1]).with_credits(4).with_transfer_threads(2);
@@ -381,8 +384,8 @@ fn a11_eight_threads_with_two_sizes_mix_nothing_up(on: &On) {
         for thread in 0..THREADS {
             let (from, to, pattern) = (&from, &to, &pattern);
             s.spawn(move || {
-                for n in 0..GETS {
-                    let round = thread * GETS + n;
+                for n in 0..each {
+                    let round = thread * each + n;
                     let expected = pattern.of(round, SIZES[n % 2]);
                     let (metadata, put) = from.sends(expected);
                     if n / 2 % 2 == 0 {
@@ -399,6 +402,6 @@ fn a11_eight_threads_with_two_sizes_mix_nothing_up(on: &On) {
         }
     });
     let counters = to.health().counters.relay;
-    assert_eq!(counters.gets_done, (THREADS * GETS) as u64);
-    assert_eq!(counters.bytes_got, (THREADS * GETS / 2 * (SIZES[0] + SIZES[1])) as u64);
+    assert_eq!(counters.gets_done, (THREADS * each) as u64);
+    assert_eq!(counters.bytes_got, (THREADS * each / 2 * (SIZES[0] + SIZES[1])) as u64);
 }

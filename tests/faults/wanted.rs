@@ -7,7 +7,7 @@ use serde_json::{Value, json};
 
 use crate::{
     common::{bytes::Canary, eventually, gate::Gate, hooked::Hooked, peer::Sent, proxy::Proxy},
-    on::{AtRest, On, Peer, cases},
+    on::{AtRest, Lack, On, Peer, cases},
 };
 
 cases! {
@@ -59,7 +59,7 @@ fn that_or_over(on: &On, got: mooncake_relay::Result<Slot>) -> bool {
             true
         }
         Err(error) => {
-            let stale = matches!(error, Error::Stale { .. }) && on.name == "ranges_only";
+            let stale = matches!(error, Error::Stale { .. }) && on.lacks(Lack::Identity);
             assert!(stale, "{error:?}");
             false
         }
