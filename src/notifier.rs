@@ -309,6 +309,7 @@ impl<M: Memory> Driver for Core<M> {
             return self.perform(claim);
         }
         // Another thread reads it, or no slot is free: looking on costs less than sleeping.
+        self.gets.hurry();
         let mut idle = self.idle();
         while !done() && !idle.pause() {
             if until.is_some_and(|until| until <= Instant::now()) {

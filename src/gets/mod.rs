@@ -4,18 +4,20 @@
 //! that thread finishes it. Its token's end stays here meanwhile, so that an abort or a deadline can
 //! tell the token at once while the engine is still busy.
 
+mod streak;
 mod turns;
 
 use std::{
     collections::VecDeque,
+    mem,
     sync::Arc,
     time::{Duration, Instant},
 };
 
 use parking_lot::{Condvar, Mutex};
 
-use self::turns::Way;
 pub(crate) use self::turns::{Tell, Work};
+use self::{streak::Streak, turns::Way};
 use crate::{
     engine::RemoteBuffer,
     error::{Error, Result},
@@ -91,6 +93,7 @@ struct Table<M: Memory> {
     reading: usize,
     suspect: usize,
     idle: usize,
+    streak: Streak,
     closed: bool,
 }
 
@@ -102,8 +105,17 @@ struct Place<M: Memory> {
     since: Option<Instant>,
     /// Somebody ended it while it was reading.
     ended: bool,
+    /// Somebody waits for it, or has.
+    waited: bool,
     way: Way,
     job: Option<Job<M>>,
+}
+
+impl<M: Memory> Default for Place<M> {
+    fn default() -> Self {
+        let (reading, since, job) = (None, None, None);
+        Self { generation: 0, reading, since, ended: false, waited: false, way: Way::Kept, job }
+    }
 }
 
 impl<M: Memory> Gets<M> {
@@ -117,6 +129,7 @@ impl<M: Memory> Gets<M> {
             reading: 0,
             suspect: 0,
             idle: 0,
+            streak: Streak::default(),
             closed: false,
         };
         Self {
@@ -143,10 +156,18 @@ impl<M: Memory> Gets<M> {
         table.queued += 1;
         table.order.push_back(handle);
         table.sweep();
-        if table.idle > 0 {
+        if table.idle > 0 && !table.streak.stands_in() {
             self.work.notify_one();
         }
         Ok(())
+    }
+
+    /// Somebody waits for a get that he cannot read himself.
+    pub(crate) fn hurry(&self) {
+        let table = self.table.lock();
+        if table.streak.is_napping() && table.queued > 0 {
+            self.work.notify_one();
+        }
     }
 
     /// Enters a get that its caller reads by itself, without a slot, into `dest`.
@@ -156,17 +177,23 @@ impl<M: Memory> Gets<M> {
             return Err(Error::Closed);
         }
         table.reading += 1;
-        Ok(table.insert(job, Some(dest)))
+        let handle = table.insert(job, Some(dest));
+        table.places[handle.place()].waited = true;
+        Ok(handle)
     }
 
     /// Claims one get, if it is still queued, ends by `until`, and there is a slot for it.
     pub(crate) fn claim(&self, handle: Handle, until: Option<Instant>) -> Option<Claim<M>> {
         let mut table = self.table.lock();
+        let prompt = table.waits_for(handle)?;
         let job = table.queued_job(handle)?;
         if until.is_some_and(|until| job.what.deadline > until) {
             return None;
         }
         let slot = self.receive.try_slot(job.what.remote.len)?;
+        if !prompt {
+            table.streak.end();
+        }
         Some(table.begin(handle, slot, None))
     }
 
@@ -213,7 +240,10 @@ impl<M: Memory> Gets<M> {
     /// else told the token.
     pub(crate) fn finish(&self, handle: Handle) -> Option<(Job<M>, bool)> {
         let mut table = self.table.lock();
-        let ended = table.place(handle)?.ended;
+        let Place { ended, waited, .. } = *table.place(handle)?;
+        if !waited {
+            table.streak.end();
+        }
         self.unwanted.fetch_sub(usize::from(ended), Ordering::Relaxed);
         self.leave_reading(&mut table, handle);
         Some((table.remove(handle)?, !ended))
@@ -308,21 +338,27 @@ impl<M: Memory> Gets<M> {
 impl<M: Memory> Table<M> {
     fn insert(&mut self, job: Job<M>, reading: Option<Span>) -> Handle {
         let index = self.free.pop().unwrap_or_else(|| {
-            let (since, way) = (None, Way::Kept);
-            self.places.push(Place { generation: 0, reading, since, ended: false, way, job: None });
+            self.places.push(Place::default());
             self.places.len() as u32 - 1
         });
         let place = &mut self.places[index as usize];
         // Skips 0, so that no handle is 0.
         place.generation = place.generation.wrapping_add(1).max(1);
         (place.reading, place.since) = (reading, None);
-        (place.ended, place.way) = (false, Way::Kept);
+        (place.ended, place.waited, place.way) = (false, false, Way::Kept);
         let handle = Handle(u64::from(place.generation) << 32 | u64::from(index));
         if let Some(completer) = &job.completer {
             completer.stands_for(handle.0);
         }
         place.job = Some(job);
         handle
+    }
+
+    /// Somebody waits for it; whether he came at once, or again. `None`: it is over.
+    fn waits_for(&mut self, handle: Handle) -> Option<bool> {
+        let since = self.place(handle)?.job.as_ref()?.since;
+        let again = mem::replace(&mut self.places[handle.place()].waited, true);
+        Some(again || self.streak.waited(since))
     }
 
     fn place(&self, handle: Handle) -> Option<&Place<M>> {
@@ -363,7 +399,7 @@ impl<M: Memory> Table<M> {
             self.order.pop_front();
         }
         if self.order.len() > 2 * self.queued + 64 {
-            let mut order = std::mem::take(&mut self.order);
+            let mut order = mem::take(&mut self.order);
             order.retain(|handle| self.queued_job(*handle).is_some());
             self.order = order;
         }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use super::{Claim, Gets, Handle, Job, Place, Slot, Table, What};
+use super::{Claim, Gets, Handle, Job, Place, Slot, Table, What, streak::Naps};
 use crate::{
     identity::Note,
     memory::Memory,
@@ -61,6 +61,7 @@ impl<M: Memory> Gets<M> {
     /// Waits for work.
     pub(crate) fn next(&self) -> Work<M> {
         let mut table = self.table.lock();
+        let mut naps = Naps::default();
         loop {
             if table.closed {
                 return Work::End;
@@ -69,12 +70,15 @@ impl<M: Memory> Gets<M> {
             if let Some(work) = self.pick(&mut table, now) {
                 return work;
             }
+            let due = table.tells.iter().map(|(due, _)| *due).filter(|due| *due > now).min();
+            let nap = naps.begin(&mut table.streak, now);
             table.idle += 1;
-            match table.tells.iter().map(|(due, _)| *due).filter(|due| *due > now).min() {
-                Some(due) => drop(self.work.wait_until(&mut table, due)),
+            match due.into_iter().chain(nap).min() {
+                Some(wake) => drop(self.work.wait_until(&mut table, wake)),
                 None => self.work.wait(&mut table),
             }
             table.idle -= 1;
+            naps.end(&mut table.streak);
         }
     }
 
@@ -230,6 +234,9 @@ impl<M: Memory> Gets<M> {
         let next = table.first(|what| may(table, &what.peer))?;
         let what = table.queued_job(next)?.what.clone();
         let credit = self.receive.credits().take_or_starve()?;
+        if table.streak.taken() && table.queued > 1 {
+            self.work.notify_all(); // nobody was woken for the others
+        }
         let slot = self.receive.slot(credit, what.remote.len);
         if table.busy_with(&what.peer) {
             return Some(Work::Probe { handle: next, what, slot });
