@@ -4,12 +4,12 @@
 //! thread do it and waits no longer than he may; the thread ends when the call does.
 
 use std::{
-    sync::atomic::{AtomicUsize, Ordering},
     thread,
     time::{Duration, Instant},
 };
 
 use crossbeam::channel::{self, RecvTimeoutError};
+use parking_lot::{Condvar, Mutex};
 
 use crate::error::{Error, Result};
 
@@ -19,11 +19,16 @@ const AT_ONCE: usize = 64;
 /// How often whoever waits looks whether the engine was stopped.
 pub(super) const LOOK: Duration = Duration::from_millis(5);
 
-static RUNNING: AtomicUsize = AtomicUsize::new(0);
+static RUNNING: Mutex<usize> = Mutex::new(0);
+static FEWER: Condvar = Condvar::new();
 
 /// Runs `call` on a thread of its own. False: there are too many, and `call` was dropped.
 pub(super) fn begin(call: impl FnOnce() + Send + 'static) -> bool {
-    let Some(permit) = Permit::take() else { return false };
+    let permit = Permit::take(&mut RUNNING.lock());
+    permit.is_some_and(|permit| spawn(permit, call))
+}
+
+fn spawn(permit: Permit, call: impl FnOnce() + Send + 'static) -> bool {
     let spawned = thread::Builder::new().name("mooncake-aside".to_owned()).spawn(move || {
         let _permit = permit;
         call();
@@ -31,15 +36,16 @@ pub(super) fn begin(call: impl FnOnce() + Send + 'static) -> bool {
     spawned.is_ok()
 }
 
-/// Runs `call` on a thread of its own, and waits for what it returns until `deadline`, or until
-/// `over` says that nobody waits any more. What comes later is dropped on that thread.
+/// Runs `call` on a thread of its own, once there are not too many, and waits for what it returns until
+/// `deadline`, or until `over` says that nobody waits any more. What comes later is dropped on that
+/// thread.
 pub(super) fn run<T: Send + 'static>(
     deadline: Instant,
     over: impl Fn() -> bool,
     call: impl FnOnce() -> T + Send + 'static,
 ) -> Result<T> {
     let (tx, rx) = channel::bounded(1);
-    let begun = begin(move || {
+    let begun = spawn(Permit::wait(deadline, &over)?, move || {
         // Fails if nobody waits any more.
         let _ = tx.send(call());
     });
@@ -61,14 +67,34 @@ pub(super) fn run<T: Send + 'static>(
 struct Permit;
 
 impl Permit {
-    fn take() -> Option<Self> {
-        let more = |running: usize| (running < AT_ONCE).then_some(running + 1);
-        RUNNING.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).ok().map(|_| Self)
+    fn take(running: &mut usize) -> Option<Self> {
+        (*running < AT_ONCE).then(|| {
+            *running += 1;
+            Self
+        })
+    }
+
+    fn wait(deadline: Instant, over: impl Fn() -> bool) -> Result<Self> {
+        let mut running = RUNNING.lock();
+        loop {
+            if let Some(permit) = Self::take(&mut running) {
+                return Ok(permit);
+            }
+            let now = Instant::now();
+            if now >= deadline {
+                return Err(Error::TimedOut);
+            }
+            FEWER.wait_until(&mut running, deadline.min(now + LOOK));
+            if over() {
+                return Err(Error::Closed);
+            }
+        }
     }
 }
 
 impl Drop for Permit {
     fn drop(&mut self) {
-        RUNNING.fetch_sub(1, Ordering::Relaxed);
+        *RUNNING.lock() -= 1;
+        FEWER.notify_one();
     }
 }

@@ -15,7 +15,7 @@ use super::{
     shared::{Shared, Until, is_the_peers},
 };
 use crate::{
-    engine::{Instance, Notification},
+    engine::Notification,
     error::{Error, Result},
     memory::Span,
 };
@@ -266,15 +266,23 @@ impl MooncakeConnection {
         first
     }
 
-    /// Prepares for transfers with `peer`.
-    pub(super) fn connect(
-        &self,
-        peer: &str,
-        instance: Option<Instance>,
-        until: &Until<'_>,
-    ) -> Result<()> {
-        let peer = self.shared.peers.find(peer, self.shared.p2p)?;
-        peer.segment(&self.shared, instance, until).map(drop)
+    /// Prepares for transfers with `peer`: knows its segment, and has a connection to it.
+    pub(super) fn connect(&self, peer: &str, until: &Until<'_>) -> Result<()> {
+        let shared = &self.shared;
+        let peer = shared.peers.find(peer, shared.p2p)?;
+        let opened = peer.segment(shared, None, until)?;
+        // The engine has no call for a connection: a read of anything makes one.
+        if opened.fresh
+            && let Some(word) = shared.scratch()
+            && let Some(remote) = opened.open_to_all(word.span().len)
+        {
+            let lease = shared.spans.lease(word.span())?;
+            let tasks = vec![Task::new(remote, word.span(), Some(word), lease)];
+            // Where it fails the next read says so, and tries again.
+            drop(shared.transfer(&peer, opened.id, Opcode::Read, tasks, until));
+            until.check()?;
+        }
+        Ok(())
     }
 }
 

@@ -214,7 +214,7 @@ impl Engine for MooncakeEngine {
 
     fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
         let until = self.connection.shared.until(deadline, [])?;
-        self.connection.connect(peer, None, &until)
+        self.connection.connect(peer, &until)
     }
 
     fn read(

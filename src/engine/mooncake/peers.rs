@@ -56,6 +56,8 @@ struct State {
     /// Why the last time failed.
     failure: String,
     instances: ArrayVec<Instance, INSTANCES>,
+    /// It was asked before any relay of it was known: the first that is, is taken for that one.
+    is_new: bool,
     /// What it had registered when it was asked last; `None`: it does not say.
     ranges: Option<Arc<Ranges>>,
 }
@@ -81,6 +83,11 @@ impl Opened {
     pub(super) fn may_have(&self, addr: u64, len: usize) -> bool {
         self.ranges.as_ref().is_none_or(|ranges| ranges.contain(addr, len))
     }
+
+    /// Where anybody may read `len` bytes of it at any time.
+    pub(super) fn open_to_all(&self, len: usize) -> Option<u64> {
+        self.ranges.as_ref()?.open_to_all(len as u64)
+    }
 }
 
 impl Peers {
@@ -105,6 +112,7 @@ impl Peers {
                     stale: false,
                     failure: String::new(),
                     instances: ArrayVec::new(),
+                    is_new: false,
                     ranges: None,
                 }),
                 opened: Condvar::new(),
@@ -139,8 +147,9 @@ impl Peer {
         let mut state = self.state.lock();
         if let Segment::Open(id) = state.segment
             && !state.stale
-            && instance.is_none_or(|instance| state.instances.contains(&instance))
+            && instance.is_none_or(|instance| state.instances.contains(&instance) || state.is_new)
         {
+            state.know(instance);
             return Ok(state.opened(id, false));
         }
         if state.segment != Segment::Opening {
@@ -206,6 +215,7 @@ impl Peer {
             Ok((id, ranges)) => {
                 (state.segment, state.stale) = (Segment::Open(id), false);
                 state.ranges = ranges;
+                state.is_new = state.instances.is_empty();
                 state.know(instance);
                 self.answers(shared);
                 shared.counters.segments.fetch_add(1, Ordering::Relaxed);
@@ -248,6 +258,7 @@ impl State {
 
     fn know(&mut self, instance: Option<Instance>) {
         let Some(instance) = instance else { return };
+        self.is_new = false;
         if !self.instances.contains(&instance) {
             if self.instances.is_full() {
                 self.instances.remove(0);

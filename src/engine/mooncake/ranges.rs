@@ -10,11 +10,15 @@ use std::{
     time::{Duration, Instant},
 };
 
-use serde::Deserialize;
+use serde::{Deserialize, de::IgnoredAny};
 
-/// Sorted, and none overlaps another.
 #[derive(Debug, Default, PartialEq, Eq)]
-pub(super) struct Ranges(Vec<(u64, u64)>);
+pub(super) struct Ranges {
+    /// Sorted, and none overlaps another.
+    all: Vec<(u64, u64)>,
+    /// It is a relay that serves of them only what is published.
+    guarded: bool,
+}
 
 /// For all of it: the peer has just answered the same question.
 const LIMIT: Duration = Duration::from_secs(5);
@@ -27,6 +31,7 @@ const QUESTION: &[u8] = b"\x03\0\0\0\0\0\0\0\x01{}";
 struct Descriptor {
     #[serde(default)]
     buffers: Vec<Buffer>,
+    relay: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize)]
@@ -62,16 +67,22 @@ impl Ranges {
         let mut ranges: Vec<_> =
             descriptor.buffers.iter().map(|buffer| (buffer.addr, buffer.length)).collect();
         ranges.sort_unstable();
-        Ok(Self(ranges))
+        Ok(Self { all: ranges, guarded: descriptor.relay.is_some() })
     }
 
     /// Whether `len` bytes at `addr` lie in one of them.
     pub(super) fn contain(&self, addr: u64, len: usize) -> bool {
-        let next = self.0.partition_point(|(start, _)| *start <= addr);
-        let Some((start, length)) = next.checked_sub(1).and_then(|at| self.0.get(at)) else {
+        let next = self.all.partition_point(|(start, _)| *start <= addr);
+        let Some((start, length)) = next.checked_sub(1).and_then(|at| self.all.get(at)) else {
             return false;
         };
         length.checked_sub(addr - start).is_some_and(|room| len as u64 <= room)
+    }
+
+    /// Where anybody may read `len` bytes at any time.
+    pub(super) fn open_to_all(&self, len: u64) -> Option<u64> {
+        let (addr, _) = *self.all.iter().find(|(_, length)| *length >= len)?;
+        (!self.guarded).then_some(addr)
     }
 }
 
@@ -118,6 +129,9 @@ mod tests {
             assert!(!ranges.contain(addr, len), "{addr} {len}");
         }
         assert!(!ranges.contain(u64::MAX, usize::MAX));
+        assert_eq!((ranges.open_to_all(8), ranges.open_to_all(8192)), (Some(100), None));
+        let ours = br#"{"buffers":[{"addr":4096,"length":4096}],"relay":{"version":1}}"#;
+        assert_eq!(Ranges::decode(ours).unwrap().open_to_all(8), None);
         assert!(!Ranges::default().contain(0, 0));
     }
 
