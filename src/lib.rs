@@ -147,6 +147,6 @@ pub mod internal {
     }
 }
 
-#[cfg(all(doctest, feature = "embedded"))]
+#[cfg(all(doctest, feature = "embedded", feature = "mooncake"))]
 #[doc = include_str!("../README.md")]
 struct ReadmeDoctests;

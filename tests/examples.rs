@@ -13,7 +13,10 @@ use std::{
 
 use safetensors::{Dtype, tensor::TensorView};
 
-use crate::common::{peer::example, within};
+use crate::common::{
+    peer::{example, real_engine},
+    within,
+};
 
 const WATCHDOG: Duration = Duration::from_secs(180);
 
@@ -94,9 +97,46 @@ fn pipeline_brings_every_chunk_to_the_end_of_the_line() {
     }
 }
 
+#[cfg(feature = "mooncake")]
+#[test]
+fn mooncake_moves_tensors_both_ways_over_the_real_engine() {
+    let Some(engine) = real_engine() else { return };
+    let said = succeeds("mooncake", &["--library", engine.site.to_str().unwrap()]);
+    assert!(said.starts_with("an engine on tcp at 127.0.0.1:"), "{said}");
+    assert!(said.contains("67108864") && said.contains("Every byte was compared."), "{said}");
+}
+
+#[cfg(feature = "mooncake")]
+#[test]
+fn mooncake_says_what_is_missing_and_how_to_install_it() {
+    for (flags, named) in [
+        (&["--library", "/nowhere.so"][..], &["/nowhere.so", "pip install", "apt-get install"][..]),
+        (&["--protocol", "pigeon"], &["protocol", "tcp, rdma, nvlink"]),
+        (&["--device", "mlx5_0"], &["device_name"]),
+        (&["--metadata-server", "ftp://host"], &["metadata_server", "P2PHANDSHAKE"]),
+        (&["--hostname", "0.0.0.0"], &["hostname"]),
+    ] {
+        let output = run("mooncake", flags);
+        let log = String::from_utf8_lossy(&output.stderr);
+        assert_eq!(output.status.code(), Some(1), "{flags:?}: {log}");
+        for name in named {
+            assert!(log.starts_with("mooncake: ") && log.contains(name), "{name}: {log}");
+        }
+    }
+}
+
 #[test]
 fn every_example_is_run_by_a_test_and_listed_in_the_readme() {
-    let tested = ["own_engine", "peer", "pipeline", "quickstart", "select", "spin_loop", "weights"];
+    let tested = [
+        "mooncake",
+        "own_engine",
+        "peer",
+        "pipeline",
+        "quickstart",
+        "select",
+        "spin_loop",
+        "weights",
+    ];
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let there: BTreeSet<_> = fs::read_dir(root.join("examples"))
         .unwrap()

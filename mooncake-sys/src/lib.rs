@@ -67,3 +67,7 @@ pub use crate::{
     },
     wheel::WHEELS,
 };
+
+#[cfg(doctest)]
+#[doc = include_str!("../README.md")]
+struct Readme;
