@@ -1,6 +1,6 @@
 # What a developer needs. `make` alone lists it.
 .NOTPARALLEL:
-.PHONY: help test quickstart interop interop-all fmt lint loom mutants bench counts wheel packages
+.PHONY: help test quickstart interop interop-all mooncake-valgrind fmt lint loom mutants bench counts wheel packages
 
 CARGO = cargo
 began := $(shell date +%s)
@@ -11,6 +11,7 @@ help:
 	@echo 'make quickstart  two processes, tensors both ways, a table of times'
 	@echo 'make interop     both engines and a Python peer on the real one, each with each, both ways'
 	@echo 'make interop-all the same, and Python peers on older wheels'
+	@echo 'make mooncake-valgrind  what transfers over the real engine leave behind: some minutes'
 	@echo 'make fmt         formats the code'
 	@echo 'make lint        formatting, clippy and rustdoc, warnings denied'
 	@echo 'make loom        the lock-free code in every interleaving'
@@ -36,6 +37,11 @@ interop: packages
 interop-all: packages
 	$(CARGO) test --all-features --test interop --test interop_all -- --nocapture
 
+mooncake-valgrind: packages
+	@command -v valgrind >/dev/null || \
+		{ echo 'valgrind is missing: apt-get install valgrind (Debian, Ubuntu)' >&2; exit 1; }
+	$(CARGO) test --all-features --test mooncake_soak -- --valgrind
+
 fmt:
 	$(CARGO) fmt --all
 
@@ -57,6 +63,9 @@ loom:
 
 mutants:
 	sh tests/mutants.sh
+
+# The real engine's bench finds the wheel here, unless another is named.
+bench: export MOONCAKE_WHEEL ?= $(CURDIR)/target/mooncake-0.3.13.post1
 
 # With the machine, since a number without one says nothing.
 bench:
