@@ -2,7 +2,11 @@
 #![allow(dead_code, reason = "each bench uses a part")]
 
 #[cfg(feature = "embedded")]
+pub(crate) mod mailbox;
+#[cfg(feature = "embedded")]
 pub(crate) mod receiver;
+#[cfg(feature = "embedded")]
+pub(crate) mod ways;
 
 use std::{sync::Arc, time::Duration};
 
