@@ -202,7 +202,7 @@ impl Drop for Pin {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::Instance;
+    use crate::engine::{Instance, TransferId};
 
     #[test]
     fn a_slot_that_is_read_of_one_relay_is_not_published_by_another() {
