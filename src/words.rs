@@ -29,7 +29,9 @@ pub fn is_secret(secret: u64) -> bool {
 
 /// The reader holds the put that `secret` and `expected` belong to, if it is published.
 pub fn pin(pin: &AtomicU64, mark: &AtomicU64, secret: u64, expected: u64) -> bool {
-    pin.store(secret, Ordering::Relaxed);
+    // Release: the owner may see this pin in place of the one before it, which `unpin` has let go
+    // of, and then pairs with this.
+    pin.store(secret, Ordering::Release);
     // Partner: the fence in `retire`. Either we see that the mark is retired, or its owner sees
     // our pin.
     fence(Ordering::SeqCst);

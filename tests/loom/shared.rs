@@ -216,3 +216,24 @@ fn a_note_in_a_ring_wakes_the_sleeper_by_another_hand_on_the_same_bell() {
         assert!(seen || wakes() > before, "it sleeps, and nobody rings again");
     });
 }
+
+#[test]
+fn a_pin_for_another_put_does_not_hide_from_the_owner_that_the_first_was_let_go() {
+    loom::model(|| {
+        let shelf = Shelf::new(MARK);
+        let other = Arc::clone(&shelf);
+        let reading = thread::spawn(move || {
+            if other.pinned() {
+                other.bytes.touch();
+                assert!(words::unpin(&other.pin, SECRET));
+            }
+            // A put of that slot that is over long ago.
+            assert!(!words::pin(&other.pin, &other.mark, SECRET + 1, MARK + 1));
+        });
+        words::retire(&shelf.mark, MARK);
+        if !words::is_pinned(&shelf.pin, SECRET) {
+            shelf.bytes.touch();
+        }
+        reading.join().unwrap();
+    });
+}
