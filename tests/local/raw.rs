@@ -10,7 +10,10 @@ use std::{
 
 use mooncake_relay::{Instance, Metadata, TransferId};
 use rustix::{
-    fs::{MemfdFlags, SealFlags, fcntl_add_seals, fstat, ftruncate, memfd_create},
+    fs::{
+        FallocateFlags, MemfdFlags, SealFlags, fallocate, fcntl_add_seals, fstat, ftruncate,
+        memfd_create,
+    },
     mm::{MapFlags, ProtFlags, mmap, munmap},
     net::{
         AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
@@ -128,6 +131,9 @@ fn address(name: &str) -> SocketAddrUnix {
 pub(crate) fn memory(len: u64, seals: SealFlags) -> OwnedFd {
     let fd = memfd_create("test", MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING).unwrap();
     ftruncate(&fd, len).unwrap();
+    if len > 0 {
+        fallocate(&fd, FallocateFlags::empty(), 0, len).unwrap();
+    }
     fcntl_add_seals(&fd, seals).unwrap();
     fd
 }

@@ -13,7 +13,7 @@ use std::{
 use rustix::{
     fs::{
         FallocateFlags, FileType, MemfdFlags, SealFlags, fallocate, fcntl_add_seals,
-        fcntl_get_seals, fstat, ftruncate, memfd_create,
+        fcntl_get_seals, fstat, fstatfs, ftruncate, memfd_create,
     },
     mm::{Advice, MapFlags, ProtFlags, madvise, mmap, munmap},
     process::{Resource, getrlimit},
@@ -28,6 +28,10 @@ use crate::{
 pub(super) const FIXED: SealFlags = SealFlags::SHRINK.union(SealFlags::GROW).union(SealFlags::SEAL);
 /// Nor can anybody but its owner ever write to it.
 pub(super) const OWNED: SealFlags = FIXED.union(SealFlags::FUTURE_WRITE);
+
+/// What `st_blocks` counts in.
+const BLOCK: u64 = 512;
+const HUGETLBFS_MAGIC: u32 = 0x9584_58f6;
 
 /// A mapping; unmapped when dropped.
 #[derive(Debug)]
@@ -70,6 +74,15 @@ impl Pages {
             || len == 0
         {
             return Err(wrong("its memory has another size than it says"));
+        }
+        // What is not there yet would be made at our cost, of whatever length, when we map it.
+        if (stat.st_blocks as u64).saturating_mul(BLOCK) < len as u64 {
+            return Err(wrong("its memory is not backed"));
+        }
+        // Where it may still punch a hole, a huge page that is missing then is SIGBUS.
+        if !seals.contains(SealFlags::FUTURE_WRITE) && fstatfs(fd)?.f_type as u32 == HUGETLBFS_MAGIC
+        {
+            return Err(wrong("its memory is of huge pages that it can take back"));
         }
         Self::map(fd, len, access)
     }
@@ -147,5 +160,41 @@ impl Drop for Pages {
         // SAFETY: the mapping is ours, whole, and nothing outlives `self`.
         let unmapped = unsafe { munmap(self.span.ptr.as_ptr().cast(), self.span.len) };
         debug_assert!(unmapped.is_ok(), "a mapping of one's own can be unmapped");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sealed(flags: MemfdFlags, len: u64, is_backed: bool) -> Option<OwnedFd> {
+        let flags = flags | MemfdFlags::CLOEXEC | MemfdFlags::ALLOW_SEALING;
+        let fd = memfd_create("peer", flags).ok()?;
+        ftruncate(&fd, len).ok()?;
+        if is_backed {
+            fallocate(&fd, FallocateFlags::empty(), 0, len).ok()?;
+        }
+        fcntl_add_seals(&fd, OWNED).ok()?;
+        Some(fd)
+    }
+
+    #[test]
+    fn a_file_that_is_sized_but_not_backed_is_not_mapped() {
+        let len = 1 << 20;
+        for (is_backed, taken) in [(true, true), (false, false)] {
+            let fd = sealed(MemfdFlags::empty(), len as u64, is_backed).unwrap();
+            let pages = Pages::of_peer(fd.as_fd(), len, OWNED, ProtFlags::READ);
+            assert_eq!(pages.is_ok(), taken, "{pages:?}");
+        }
+    }
+
+    #[test]
+    fn huge_pages_are_mapped_to_read_only() {
+        let len = 2 << 20;
+        let Some(fd) = sealed(MemfdFlags::HUGETLB | MemfdFlags::HUGE_2MB, len as u64, true) else {
+            return eprintln!("not tested: no huge page is free");
+        };
+        assert!(Pages::of_peer(fd.as_fd(), len, OWNED, ProtFlags::READ).is_ok());
+        assert!(Pages::of_peer(fd.as_fd(), len, FIXED, ProtFlags::READ).is_err());
     }
 }
