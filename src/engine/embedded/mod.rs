@@ -190,6 +190,8 @@ impl Engine for EmbeddedEngine {
         self.client.stop();
         self.shared.local.stop();
         server.stop();
+        // Its thread may have let a reader in meanwhile, whom nobody would tell that we are gone.
+        self.shared.local.stop();
         *self.state.lock() = State::Stopped;
     }
 
@@ -312,7 +314,10 @@ impl Engine for EmbeddedEngine {
                     {
                         events(Event::ReaderGone(id));
                     }
-                    events(Event::PeerGone(instance));
+                    // Where we read from it too, our own socket to it says whether it lives.
+                    if let Some(gone) = instance.filter(|it| !shared.local.is_alive(*it)) {
+                        events(Event::PeerGone(gone));
+                    }
                 }
             });
         }

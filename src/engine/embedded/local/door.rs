@@ -106,7 +106,9 @@ impl Door {
                     }
                 },
             };
-            if !socket::is_same_user(&guest) || self.guests.len() >= self.most {
+            // Those who have gone count until the relay has heard of it.
+            let met = self.guests.len().max(local.readers.count());
+            if !socket::is_same_user(&guest) || met >= self.most {
                 debug!("somebody on this host was sent away: another user, or one too many");
                 continue;
             }

@@ -81,6 +81,7 @@ impl Local {
         let registry = running.as_ref().map(|running| &running.registry);
         let registry = registry.ok_or(io::ErrorKind::NotConnected)?;
         watch(registry, source.socket(), token)?;
+        source.attach();
         Ok(source)
     }
 }

@@ -262,6 +262,11 @@ impl Local {
         self.sources.latest(session).is_some()
     }
 
+    /// Whether we can tell that the relay of that instance lives.
+    pub(super) fn is_alive(&self, instance: Instance) -> bool {
+        self.sources.are_any_of(instance)
+    }
+
     /// Begins a look at what readers have said.
     pub(super) fn look(&self) -> Option<Look<'_>> {
         self.readers.look()

@@ -38,10 +38,12 @@ pub(super) struct Reader {
 }
 
 const HERE: u8 = 0;
-/// Its process has ended, or its relay.
-const LEFT: u8 = 1;
+/// Somebody is taking its pins away.
+const PARTING: u8 = 1;
+/// Its process has ended, or its relay; what it had pinned is known.
+const LEFT: u8 = 2;
 /// It wrote what no relay writes.
-const EXPELLED: u8 = 2;
+const EXPELLED: u8 = 3;
 
 impl Reader {
     pub(super) fn new(instance: Instance, region: Region, socket: OwnedFd) -> Self {
@@ -57,6 +59,12 @@ impl Reader {
 
     pub(super) fn socket(&self) -> &OwnedFd {
         &self.socket
+    }
+
+    /// Whether it has ever come to read. One that has not got our answer in time, or could not use it,
+    /// leaves as well, and its relay lives on.
+    fn came(&self) -> bool {
+        self.region.is_attached() || words::end(self.region.tail()) != 0
     }
 
     /// Up to where it has written notes that were not read.
@@ -154,8 +162,9 @@ struct Poller {
 #[derive(Debug)]
 pub(in crate::engine::embedded) enum Heard {
     Note(Notification),
-    /// It is gone, and had pinned these slots, by these secrets.
-    Gone(Instance, Vec<(u32, u64)>),
+    /// It is gone, and had pinned these slots, by these secrets. No instance: it never came to read,
+    /// so that its relay may live.
+    Gone(Option<Instance>, Vec<(u32, u64)>),
 }
 
 impl Default for Readers {
@@ -242,7 +251,8 @@ impl Readers {
     }
 
     fn part(&self, reader: &Reader, how: u8) {
-        if reader.state.compare_exchange(HERE, how, Ordering::AcqRel, Ordering::Relaxed).is_err() {
+        let order = (Ordering::AcqRel, Ordering::Relaxed);
+        if reader.state.compare_exchange(HERE, PARTING, order.0, order.1).is_err() {
             return;
         }
         let held = reader.revoke_all();
@@ -251,6 +261,8 @@ impl Readers {
             *reader.held.lock() = held;
         }
         socket::shut(&reader.socket);
+        // Only now: whoever drains for another one's sake takes what this one held.
+        reader.state.store(how, Ordering::Release);
         // Release: pairs with `drain`. Its state was changed before.
         self.leaving.store(true, Ordering::Release);
     }
@@ -283,13 +295,17 @@ impl Look<'_> {
                 self.readers.expel(reader, why);
             }
         }
-        // Acquire: pairs with `part`.
-        if !self.readers.leaving.load(Ordering::Acquire) {
+        if !self.readers.leaving.load(Ordering::Relaxed) {
             return;
         }
-        self.readers.leaving.store(false, Ordering::Relaxed);
-        let gone = |reader: &Arc<Reader>| reader.state.load(Ordering::Acquire) != HERE;
-        let parted: Vec<_> = list.iter().filter(|reader| gone(reader)).cloned().collect();
+        // An exchange, and Acquire: pairs with `part`. A store could overtake the looks below, and wipe
+        // out the word of one who leaves between the two.
+        self.readers.leaving.swap(false, Ordering::Acquire);
+        let gone =
+            |reader: &Arc<Reader>| matches!(reader.state.load(Ordering::Acquire), LEFT | EXPELLED);
+        // Not the list of the look's beginning: one may have come and gone since.
+        let now = Arc::clone(&self.readers.list.read());
+        let parted: Vec<_> = now.iter().filter(|reader| gone(reader)).cloned().collect();
         for reader in &parted {
             if reader.state.load(Ordering::Relaxed) != LEFT {
                 continue;
@@ -301,7 +317,9 @@ impl Look<'_> {
             {
                 debug!(reader = %reader.instance, why, "the last notes of a reader are lost");
             }
-            each(Heard::Gone(reader.instance, mem::take(&mut *reader.held.lock())));
+            let held = mem::take(&mut *reader.held.lock());
+            let came = reader.came() || !held.is_empty();
+            each(Heard::Gone(came.then_some(reader.instance), held));
         }
         let is_parted = |reader: &Arc<Reader>| parted.iter().any(|one| Arc::ptr_eq(one, reader));
         self.readers.change(|list| list.retain(|reader| !is_parted(reader)));
@@ -313,5 +331,50 @@ impl Readers {
     fn expel(&self, reader: &Reader, why: &str) {
         warn!(reader = %reader.instance, why, "a reader on this host is sent back to TCP");
         self.part(reader, EXPELLED);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
+
+    use super::*;
+
+    fn reader() -> Arc<Reader> {
+        let (region, _) = Region::make(2).unwrap();
+        let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
+        let (socket, _) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
+        Arc::new(Reader::new(Instance::from_bytes([7; 16]), region, socket))
+    }
+
+    fn gone(look: Look<'_>) -> Vec<Option<Instance>> {
+        let mut gone = Vec::new();
+        look.drain(&mut |heard| match heard {
+            Heard::Gone(instance, _) => gone.push(instance),
+            Heard::Note(note) => panic!("{note:?}"),
+        });
+        gone
+    }
+
+    #[test]
+    fn one_that_comes_and_goes_during_a_look_is_not_forgotten() {
+        let (readers, reader) = (Readers::default(), reader());
+        let look = readers.look().unwrap();
+        reader.region.attach();
+        readers.add(Arc::clone(&reader));
+        readers.leave(&reader);
+        let mut all = gone(look);
+        all.extend(gone(readers.look().unwrap()));
+        assert_eq!(all, [Some(reader.instance)]);
+        assert_eq!(readers.count(), 0);
+    }
+
+    #[test]
+    fn one_that_never_came_to_read_does_not_stand_for_its_relay_s_death() {
+        let (readers, reader) = (Readers::default(), reader());
+        readers.add(Arc::clone(&reader));
+        readers.leave(&reader);
+        assert_eq!(gone(readers.look().unwrap()), [None]);
+        assert_eq!(readers.count(), 0);
     }
 }

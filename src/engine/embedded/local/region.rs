@@ -3,6 +3,7 @@
 //! ```text
 //!   0     head: how far the owner has read      the owner writes it
 //!   64    tail: how far the reader has written  the reader writes it
+//!   72    not 0: the reader has come to read    the reader writes it
 //!   128   not 0: the owner is closed             the owner writes it
 //!   192   a pin for each slot, 64 bytes apart   both do: see `words`
 //!   …     the ring                              the reader writes it
@@ -26,6 +27,7 @@ use crate::memory::PAGE;
 const LINE: usize = 64;
 const HEAD: usize = 0;
 const TAIL: usize = LINE;
+const ATTACHED: usize = TAIL + 8;
 const CLOSED: usize = 2 * LINE;
 const PINS: usize = 3 * LINE;
 /// How many bytes the ring has: about 400 of our own notes.
@@ -59,6 +61,16 @@ impl Region {
 
     pub(super) fn tail(&self) -> &AtomicU64 {
         self.pages.word(TAIL)
+    }
+
+    /// The reader has mapped all of it, and its end is its relay's.
+    pub(super) fn attach(&self) {
+        // Relaxed: asked after the socket's end, which orders it.
+        self.pages.word(ATTACHED).store(1, Ordering::Relaxed);
+    }
+
+    pub(super) fn is_attached(&self) -> bool {
+        self.pages.word(ATTACHED).load(Ordering::Relaxed) != 0
     }
 
     /// The owner hears nothing any more, and looks at no pin.

@@ -6,7 +6,7 @@ use std::{
     os::fd::OwnedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering, fence},
     },
     thread,
     time::{Duration, Instant},
@@ -102,6 +102,11 @@ impl Source {
         self.gone.load(Ordering::Acquire) || self.region.is_closed()
     }
 
+    /// Tells it that we are here to read.
+    pub(super) fn attach(&self) {
+        self.region.attach();
+    }
+
     /// Whether we have left it.
     pub(super) fn was_left(&self) -> bool {
         self.gone.load(Ordering::Acquire)
@@ -127,7 +132,9 @@ impl Source {
         };
         let copied = self.copy(&hold, dest, deadline);
         let whole = self.unpin(&hold);
-        // After the pin: it tells nothing of a peer that has stopped looking at it.
+        // After the pin: it tells nothing of a peer that has stopped looking at it. Partner: the fence
+        // in `retire`. If we have seen a byte that was written after it closed, we see that too.
+        fence(Ordering::Acquire);
         let gone = self.is_gone();
         Some(match copied {
             _ if gone => Err(self.failed()),
@@ -236,7 +243,10 @@ impl Source {
             return Some(Err(Error::stale(&self.session, "the put has ended")));
         }
         let Some(offset) = self.lent.find(slot, remote.ptr, remote.len) else {
-            self.unpin(&hold);
+            if !self.unpin(&hold) {
+                // What stands there is another put's by now.
+                return Some(Err(self.revoked()));
+            }
             let reason = "the range is not inside that transfer";
             return Some(Err(Error::rejected(&self.session, reason)));
         };

@@ -155,6 +155,11 @@ impl Sources {
         self.live().iter().filter(|source| !source.is_gone()).count()
     }
 
+    /// Whether we have a source of that instance that has not gone.
+    pub(super) fn are_any_of(&self, instance: Instance) -> bool {
+        self.live().iter().any(|source| source.instance == instance && !source.is_gone())
+    }
+
     /// Ends the reads and views inside `span`, and waits until none fills it. False: `deadline`
     /// passed first.
     pub(super) fn end_inside(&self, span: Span, deadline: Instant) -> bool {
