@@ -97,7 +97,8 @@ impl Sources {
         loop {
             match &*state {
                 State::Met(source) if !source.is_gone() => return Some(Arc::clone(source)),
-                State::Met(_) => *state = State::Refused(Instant::now() + REFUSED),
+                // Kept until the server's thread has met the end of its socket, and told of it.
+                State::Met(_) => return None,
                 State::Refused(until) if Instant::now() < *until => return None,
                 State::Refused(_) | State::Unmet => break,
                 State::Meeting => {
