@@ -171,7 +171,11 @@ fn g3_a_hundred_thousand_damaged_texts_cost_no_credit(on: &On) {
     }
     println!("{taken} were taken");
     b.comes_to_rest();
-    assert_eq!(b.get(&metadata).and_then(Token::wait).is_ok(), token.wait().is_ok());
+    // The word of the last that was taken may still be on its way; then this put is over.
+    let got = b.get(&metadata).and_then(Token::wait);
+    let ended = token.wait();
+    let over = matches!(got, Err(Error::Stale { .. } | Error::Rejected { .. }));
+    assert!(if got.is_ok() { ended.is_ok() } else { over }, "{got:?}, {ended:?}");
     a.works_with(&b);
 }
 
