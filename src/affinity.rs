@@ -71,7 +71,7 @@ pub(crate) fn spawn(
 }
 
 /// Pins the calling thread.
-fn pin(core: usize) -> io::Result<()> {
+pub(crate) fn pin(core: usize) -> io::Result<()> {
     if core >= CpuSet::MAX_CPU {
         let reason =
             format!("core {core}: the highest that can be asked for is {}", CpuSet::MAX_CPU - 1);

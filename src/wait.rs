@@ -25,8 +25,8 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WaitStrategy {
-    /// Spins for 50 µs, then sleeps until it is woken; where this process may use one core only,
-    /// yields instead of spinning.
+    /// Spins for 50 µs, offering its core every few µs, then sleeps until it is woken; where this
+    /// process may use one core only, yields instead of spinning.
     #[default]
     Auto,
     /// Keeps it: the least latency, and a whole core for each relay's notifier and for each caller
@@ -108,8 +108,14 @@ impl Idle {
             }
             WaitStrategy::Auto => {
                 spin_loop();
-                self.looks += 1;
-                return self.looks.is_multiple_of(LOOKS) && self.grace_is_over();
+                self.looks = self.looks.wrapping_add(1);
+                if !self.looks.is_multiple_of(LOOKS) {
+                    return false;
+                }
+                // The system may have put whom we wait for on this very core: without this it would
+                // run only when the grace is over, and each hop would last that long.
+                thread::yield_now();
+                return self.grace_is_over();
             }
         }
         false
@@ -123,7 +129,47 @@ impl Idle {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::{AtomicU32, Ordering};
+
     use super::*;
+    use crate::affinity;
+
+    /// One thread's turns: how many of them ran out of grace before they came.
+    fn turns(turn: &AtomicU32, mine: u32, turns: u32) -> u32 {
+        let mut slept = 0;
+        for number in (mine..turns).step_by(2) {
+            let mut idle = Idle::new(WaitStrategy::Auto, 2);
+            let mut over = false;
+            while turn.load(Ordering::SeqCst) != number {
+                over |= idle.pause();
+            }
+            slept += u32::from(over);
+            turn.store(number + 1, Ordering::SeqCst);
+        }
+        slept
+    }
+
+    #[test]
+    fn two_who_spin_on_one_core_hand_it_to_each_other() {
+        const TURNS: u32 = 40;
+        let core = affinity::allowed()[0];
+        let batch = || {
+            let turn = AtomicU32::new(0);
+            let one = |mine| {
+                affinity::pin(core).unwrap();
+                turns(&turn, mine, TURNS)
+            };
+            thread::scope(|scope| {
+                let other = scope.spawn(|| one(1));
+                scope.spawn(|| one(0)).join().unwrap() + other.join().unwrap()
+            })
+        };
+        // Whoever else wants the core may take it for longer than the grace: so more than one try.
+        let begun = Instant::now();
+        while batch() > TURNS / 2 {
+            assert!(begun.elapsed() < Duration::from_secs(20), "each waits for the other's grace");
+        }
+    }
 
     #[test]
     fn a_deadline_too_far_to_say_is_a_hundred_years_away() {
