@@ -22,14 +22,11 @@ use std::{
 
 use hdrhistogram::Histogram;
 use mooncake_relay::{Relay, Slot, Tensor};
-use rustix::{
-    thread::sched_getaffinity,
-    time::{ClockId, clock_gettime},
-};
+use rustix::time::{ClockId, clock_gettime};
 
 use crate::common::{
     embedded,
-    receiver::{self, Receiver, Times, histogram, percentiles, pin},
+    receiver::{self, Receiver, Times, allowed, histogram, percentiles, pin},
     size_name,
 };
 
@@ -175,11 +172,6 @@ fn idle(time: Duration) {
         "\n{} idle relays over {time:?}: {used:?} of processor time, {share:.3} % of a core",
         relays.len()
     );
-}
-
-fn allowed() -> Vec<usize> {
-    let mask = sched_getaffinity(None).expect("every thread has one");
-    (0..rustix::thread::CpuSet::MAX_CPU).filter(|&core| mask.is_set(core)).collect()
 }
 
 fn load() -> io::Result<String> {

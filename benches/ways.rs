@@ -25,7 +25,7 @@ use mooncake_relay::{Metadata, Tensor};
 use crate::common::{
     PATIENCE,
     mailbox::{LANES, Lane},
-    receiver::histogram,
+    receiver::{allowed, histogram, pin},
     size_name,
     ways::{self, GET, HOP, LARGEST, Pair, TEXT, VIEW, Way, clock},
 };
@@ -47,18 +47,32 @@ fn main() -> io::Result<()> {
     println!("load average {}", load()?.trim());
     let pair = Pair::start()?;
     let runs = if measures { RUNS } else { 1 };
+    let cores = allowed();
+    if let [own, other, ..] = cores[..] {
+        println!(
+            "\none at a time, the sender's thread on core {own}, the receiver's on core {other}, µs"
+        );
+        header();
+        pair.pin_other(Some(other));
+        for (size, rounds) in SIZES {
+            let rounds = if measures { rounds } else { 2 };
+            let pause = Duration::ZERO;
+            table(&pair, Case { size, rounds, threads: 1, pause, core: Some(own) }, runs);
+        }
+        pair.pin_other(None);
+    }
     for threads in [1, LANES] {
-        println!("\n{threads} at a time, p50 of {runs} runs, µs");
+        println!("\n{threads} at a time, unpinned, p50 of {runs} runs, µs");
         header();
         for (size, rounds) in SIZES {
             let rounds = if measures { (rounds / threads).max(4) } else { 2 };
-            table(&pair, Case { size, rounds, threads, pause: Duration::ZERO }, runs);
+            table(&pair, Case { size, rounds, threads, pause: Duration::ZERO, core: None }, runs);
         }
     }
     println!("\nparked: {PAUSE:?} of nothing before each, µs");
     header();
     let rounds = if measures { 600 } else { 2 };
-    table(&pair, Case { size: PARKED, rounds, threads: 1, pause: PAUSE }, runs);
+    table(&pair, Case { size: PARKED, rounds, threads: 1, pause: PAUSE, core: None }, runs);
     pair.end()?;
     println!("load average {}", load()?.trim());
     Ok(())
@@ -70,6 +84,8 @@ struct Case {
     rounds: usize,
     threads: usize,
     pause: Duration,
+    /// Of the sender's thread.
+    core: Option<usize>,
 }
 
 #[derive(Clone, Copy)]
@@ -152,6 +168,9 @@ fn block(pair: &Pair, row: Row<'_>, case: Case) -> (Seen, f64) {
 }
 
 fn lane_of(pair: &Pair, number: usize, row: Row<'_>, case: Case, start: &Barrier) -> Seen {
+    if let Some(core) = case.core {
+        pin(core);
+    }
     let lane = &pair.lanes[number];
     let mut seen = Seen::default();
     let bytes = vec![7; case.size];

@@ -17,7 +17,7 @@ use mooncake_relay::Metadata;
 use rustix::{
     io::Errno,
     net::{RecvFlags, recv},
-    thread::{CpuSet, sched_setaffinity},
+    thread::{CpuSet, sched_getaffinity, sched_setaffinity},
 };
 
 use super::{PATIENCE, embedded};
@@ -104,6 +104,12 @@ pub(crate) fn serve_if_asked() -> bool {
     let core = args.get(3).map(|core| core.parse().expect("`start` wrote a number"));
     serve(&args[1], slot_size, core).expect("the sender's side lives");
     true
+}
+
+/// The cores that this process may use.
+pub(crate) fn allowed() -> Vec<usize> {
+    let mask = sched_getaffinity(None).expect("every thread has one");
+    (0..CpuSet::MAX_CPU).filter(|&core| mask.is_set(core)).collect()
 }
 
 /// Pins the calling thread.

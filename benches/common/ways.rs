@@ -15,11 +15,15 @@ use std::{
 };
 
 use mooncake_relay::{Config, EmbeddedEngine, Engine, Metadata, Relay, WaitStrategy};
-use rustix::time::{ClockId, clock_gettime};
+use rustix::{
+    thread::{sched_getaffinity, sched_setaffinity},
+    time::{ClockId, clock_gettime},
+};
 
 use super::{
     PATIENCE,
     mailbox::{self, LANES, Lane},
+    receiver::pin,
 };
 
 pub(crate) const LARGEST: usize = 64 << 20;
@@ -29,6 +33,9 @@ pub(crate) const TEXT: u64 = 1;
 pub(crate) const GET: u64 = 2;
 pub(crate) const VIEW: u64 = 3;
 const END: u64 = 4;
+/// Pins that lane's thread to the core whose number stands above it, or lets it go.
+const PIN: u64 = 5;
+const ANYWHERE: u64 = 1 << 32;
 const WAY: u32 = 8;
 
 /// One relay of this process; the other process has its like.
@@ -167,6 +174,12 @@ impl Pair {
         [0, clock() - begun, clock() - begun]
     }
 
+    /// Pins the receiver's thread of the first lane, or lets it go.
+    pub(crate) fn pin_other(&self, core: Option<usize>) {
+        let core = core.map_or(ANYWHERE, |core| core as u64);
+        self.ask(0, &self.lanes[0], PIN | core << WAY);
+    }
+
     /// Ends the receiver, which proves the ways first.
     pub(crate) fn end(mut self) -> io::Result<()> {
         for (number, lane) in self.lanes.iter().enumerate() {
@@ -204,6 +217,7 @@ pub(crate) fn serve_if_asked() -> io::Result<bool> {
 }
 
 fn serve(lane: &Lane, ways: &[Way]) {
+    let anywhere = sched_getaffinity(None).expect("every thread has one");
     let mut dest = vec![1; LARGEST];
     let mut text = Vec::new();
     for number in 1.. {
@@ -212,6 +226,13 @@ fn serve(lane: &Lane, ways: &[Way]) {
         match what {
             END => return,
             HOP => lane.reply(),
+            PIN => {
+                match word >> WAY {
+                    ANYWHERE => sched_setaffinity(None, &anywhere).expect("as it was"),
+                    core => pin(core as usize),
+                }
+                lane.reply();
+            }
             _ => {
                 let metadata: Metadata =
                     str::from_utf8(&text).expect("text").parse().expect("as it was sent");
