@@ -16,7 +16,7 @@ help:
 	@echo 'make lint        formatting, clippy and rustdoc, warnings denied'
 	@echo 'make loom        the lock-free code in every interleaving'
 	@echo 'make mutants     weakens one ordering at a time and looks for the test that notices'
-	@echo 'make bench       what things cost here: benches/, two minutes once it is built'
+	@echo 'make bench       what things cost here: benches/, four minutes once it is built'
 	@echo 'make counts      instructions for each step, under valgrind'
 	@echo 'make wheel       installs the real engine for the Python peer, under target/'
 
