@@ -26,7 +26,12 @@ use super::{
     source::Source,
     sources::Missed,
 };
-use crate::{doorbell::Doorbell, engine::Instance, error::Result, memory::PAGE};
+use crate::{
+    doorbell::Doorbell,
+    engine::Instance,
+    error::Result,
+    memory::{Copier, PAGE},
+};
 
 /// How often a meeting looks whether it is still wanted.
 const GLANCE: Duration = Duration::from_millis(50);
@@ -67,7 +72,7 @@ impl Local {
                 Err(errno) => return Err(refused(errno.into())),
             }
         }
-        let source = hear_answer(socket, session, wanted).map_err(refused)?;
+        let source = hear_answer(socket, session, wanted, &self.copier).map_err(refused)?;
         self.keep(source).map_err(refused)
     }
 
@@ -87,7 +92,12 @@ impl Local {
 }
 
 /// The peer's slots, as its answer says, if that can be trusted.
-fn hear_answer(socket: OwnedFd, session: &Arc<str>, wanted: Instance) -> io::Result<Source> {
+fn hear_answer(
+    socket: OwnedFd,
+    session: &Arc<str>,
+    wanted: Instance,
+    copier: &Arc<Copier>,
+) -> io::Result<Source> {
     let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
     let mut bytes = [0; 512];
     let message = socket::receive(socket.as_fd(), &mut bytes)?;
@@ -111,5 +121,5 @@ fn hear_answer(socket: OwnedFd, session: &Arc<str>, wanted: Instance) -> io::Res
     let bell = Pages::of_peer(bell.as_fd(), PAGE, FIXED, access)?;
     let bell = Doorbell::shared(Arc::new(bell));
     let region = Region::of_peer(region.as_fd(), count)?;
-    Ok(Source::new(Arc::clone(session), wanted, lent, region, bell, socket))
+    Ok(Source::new(Arc::clone(session), wanted, lent, region, bell, socket, Arc::clone(copier)))
 }

@@ -54,10 +54,11 @@ pub(super) use self::{
     source::Sight,
 };
 use crate::{
+    affinity,
     doorbell::Doorbell,
     engine::{Instance, Notification, Publication, RemoteBuffer, Retracted},
     error::{Error, Result},
-    memory::{PAGE, Span},
+    memory::{Copier, PAGE, Span},
 };
 
 const PREFIX: &str = "mooncake-relay-";
@@ -85,6 +86,8 @@ pub(super) struct Local {
     gone: Mutex<Vec<Instance>>,
     any_gone: AtomicBool,
     counters: Counters,
+    /// For what is large.
+    copier: Arc<Copier>,
     /// How long meeting a peer may take.
     patience: Duration,
 }
@@ -127,6 +130,7 @@ impl Local {
             gone: Mutex::default(),
             any_gone: AtomicBool::new(false),
             counters: Counters::default(),
+            copier: Arc::new(Copier::new(affinity::allowed().len())),
             patience,
         }
     }

@@ -21,7 +21,7 @@ use rustix::{
 
 use crate::{
     doorbell::Word,
-    memory::{PAGE, Span},
+    memory::{Copier, PAGE, Span},
 };
 
 /// Nobody can shorten it, and so make a reader fault.
@@ -130,6 +130,14 @@ impl Pages {
     pub(super) fn fill(&self, offset: usize, dest: &mut [u8]) {
         // SAFETY: a slice of ours is valid, and none is ever made of these pages.
         unsafe { self.copy_out(offset, dest.as_mut_ptr(), dest.len()) };
+    }
+
+    /// Fills `dest` from `offset`, as large copies are made.
+    pub(super) fn fill_by(&self, copier: &Copier, offset: usize, dest: &mut [u8]) {
+        let from = self.at(offset, dest.len());
+        // SAFETY: `at` has checked the source, of which no slice is ever made; what another process
+        // writes meanwhile makes the bytes wrong, which the caller finds out by its pin.
+        unsafe { copier.copy(from, dest.as_mut_ptr(), dest.len()) };
     }
 
     /// Writes `bytes` at `offset`. The pages are mapped to write.

@@ -25,7 +25,7 @@ use crate::{
     doorbell::Doorbell,
     engine::{Instance, Notification, RemoteBuffer, Viewed},
     error::{Error, Result},
-    memory::Span,
+    memory::{Copier, Span},
     words,
 };
 
@@ -57,6 +57,7 @@ pub(super) struct Source {
     /// Open for as long as it lives.
     socket: OwnedFd,
     writer: Mutex<Writer>,
+    copier: Arc<Copier>,
 }
 
 /// Our end of the ring.
@@ -87,10 +88,11 @@ impl Source {
         region: Region,
         bell: Doorbell,
         socket: OwnedFd,
+        copier: Arc<Copier>,
     ) -> Self {
         let lanes = (0..lent.slots()).map(|_| CachePadded::default()).collect();
         let (gone, writer) = (AtomicBool::new(false), Mutex::default());
-        Self { session, instance, lent, region, bell, lanes, gone, socket, writer }
+        Self { session, instance, lent, region, bell, lanes, gone, socket, writer, copier }
     }
 
     pub(super) fn socket(&self) -> &OwnedFd {
@@ -270,7 +272,7 @@ impl Source {
         let mut offset = hold.offset;
         let many = dest.len() > PIECE;
         for piece in dest.chunks_mut(PIECE) {
-            self.lent.bytes().fill(offset, piece);
+            self.lent.bytes().fill_by(&self.copier, offset, piece);
             offset += piece.len();
             if !many {
                 break;
@@ -362,7 +364,8 @@ unsafe impl Viewed for Sight {
 
     fn copy_to(&self, dest: &mut [u8]) {
         let len = dest.len().min(self.span.len);
-        self.source.lent.bytes().fill(self.hold.offset, &mut dest[..len]);
+        let Source { lent, copier, .. } = &*self.source;
+        lent.bytes().fill_by(copier, self.hold.offset, &mut dest[..len]);
     }
 
     fn end(&mut self) -> bool {
