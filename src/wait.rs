@@ -4,6 +4,10 @@ use std::{
     fmt,
     hint::spin_loop,
     str::FromStr,
+    sync::{
+        LazyLock,
+        atomic::{AtomicU64, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -25,8 +29,8 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WaitStrategy {
-    /// Spins for 50 µs, offering its core every few µs, then sleeps until it is woken; where this
-    /// process may use one core only, yields instead of spinning.
+    /// Spins for 50 µs, offering its core every few µs unless strangers take it for long, then sleeps
+    /// until it is woken; where this process may use one core only, yields instead of spinning.
     #[default]
     Auto,
     /// Keeps it: the least latency, and a whole core for each relay's notifier and for each caller
@@ -75,6 +79,29 @@ const GRACE: Duration = Duration::from_micros(50);
 /// How many looks go by between two looks at the clock.
 const LOOKS: u32 = 64;
 
+/// A yield that takes so long has given the core to a stranger, for a whole slice.
+const STRANGER: Duration = Duration::from_micros(100);
+
+/// For how long nobody in this process yields after that.
+const SHUN: Duration = Duration::from_millis(100);
+
+/// Yields, unless strangers have taken the core for long just before.
+fn offer_core() {
+    static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
+    /// In nanoseconds since then. Publishes nothing: who reads an older value yields once more.
+    static SHUNNED_UNTIL: AtomicU64 = AtomicU64::new(0);
+    let since = |at: Instant| at.duration_since(*BEGIN).as_nanos() as u64;
+    let before = Instant::now();
+    if since(before) < SHUNNED_UNTIL.load(Ordering::Relaxed) {
+        return;
+    }
+    thread::yield_now();
+    let after = Instant::now();
+    if after - before > STRANGER {
+        SHUNNED_UNTIL.store(since(after + SHUN), Ordering::Relaxed);
+    }
+}
+
 /// One stretch of having nothing to do.
 #[derive(Debug)]
 pub(crate) struct Idle {
@@ -114,7 +141,7 @@ impl Idle {
                 }
                 // The system may have put whom we wait for on this very core: without this it would
                 // run only when the grace is over, and each hop would last that long.
-                thread::yield_now();
+                offer_core();
                 return self.grace_is_over();
             }
         }
@@ -129,7 +156,7 @@ impl Idle {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::{AtomicU32, Ordering};
+    use std::sync::atomic::AtomicU32;
 
     use super::*;
     use crate::affinity;
