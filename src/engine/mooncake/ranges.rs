@@ -63,6 +63,10 @@ impl Ranges {
     }
 
     fn decode(json: &[u8]) -> io::Result<Self> {
+        // An array would do for serde: its elements in the order of the fields.
+        if json.trim_ascii_start().first() != Some(&b'{') {
+            return Err(io::Error::other("it is no JSON object"));
+        }
         let descriptor: Descriptor = serde_json::from_slice(json).map_err(io::Error::other)?;
         let mut ranges: Vec<_> =
             descriptor.buffers.iter().map(|buffer| (buffer.addr, buffer.length)).collect();
