@@ -6,7 +6,9 @@ mod common;
 use std::{
     ffi::{CStr, CString, c_int},
     path::Path,
-    ptr, thread,
+    ptr,
+    sync::{Mutex, PoisonError},
+    thread,
     time::{Duration, Instant},
 };
 
@@ -62,6 +64,26 @@ fn library() -> Option<&'static Library> {
     Some(load(&options).unwrap())
 }
 
+/// One by TCP; `None`: somebody took its port first.
+fn open(api: &Api) -> Option<Engine> {
+    static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
+    let _alone = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    let (metadata, host) = (c"P2PHANDSHAKE".as_ptr(), c"127.0.0.1".as_ptr());
+    // SAFETY: the texts are NUL-terminated.
+    let engine = unsafe { (api.createTransferEngine)(metadata, host, host, 0, 0) };
+    if engine.is_null() {
+        return None;
+    }
+    // SAFETY: the engine lives, and the text is NUL-terminated.
+    let tcp = unsafe { (api.installTransport)(engine, c"tcp".as_ptr(), ptr::null_mut()) };
+    if tcp.is_null() {
+        // SAFETY: it lives, and nobody uses it after this.
+        unsafe { (api.destroyTransferEngine)(engine) };
+        return None;
+    }
+    Some(engine)
+}
+
 /// An engine with registered memory.
 struct Side<'a> {
     api: &'a Api,
@@ -71,13 +93,8 @@ struct Side<'a> {
 
 impl<'a> Side<'a> {
     fn new(api: &'a Api, fill: u8) -> Self {
-        let (metadata, host) = (c"P2PHANDSHAKE".as_ptr(), c"127.0.0.1".as_ptr());
-        // SAFETY: the texts are NUL-terminated.
-        let engine = unsafe { (api.createTransferEngine)(metadata, host, host, 0, 0) };
-        assert!(!engine.is_null(), "{}", api.last_error());
-        // SAFETY: the engine lives, and the text is NUL-terminated.
-        let tcp = unsafe { (api.installTransport)(engine, c"tcp".as_ptr(), ptr::null_mut()) };
-        assert!(!tcp.is_null());
+        // The engine looks for a free port before it binds it: whoever does likewise may be first.
+        let engine = (0..20).find_map(|_| open(api)).expect("a port is free");
         let mut memory: Vec<u8> = (0..SIZE).map(|at| (at as u8).wrapping_mul(fill)).collect();
         let start = memory.as_mut_ptr().cast();
         // SAFETY: the memory lives until `drop` has destroyed the engine.
