@@ -6,7 +6,7 @@ mod common;
 use std::{
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering},
+        atomic::{AtomicBool, AtomicUsize, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -21,8 +21,8 @@ use parking_lot::Mutex;
 use crate::common::{
     eventually,
     gate::Gate,
-    hooked::{Call, Hooked, refused},
-    within,
+    hooked::{Call, Hooked, refused, relay},
+    moved_to, within,
 };
 
 const WATCHDOG: Duration = Duration::from_secs(30);
@@ -31,20 +31,8 @@ fn small() -> Config {
     Config::default().with_engine_id("t").with_slot_size(4096)
 }
 
-fn relay(config: &Config) -> (Hooked, Relay) {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let engine = Hooked::new(&format!("once-{}", NEXT.fetch_add(1, Ordering::Relaxed)));
-    let relay = Relay::new(engine.engine(), config).unwrap();
-    (engine, relay)
-}
-
 fn put(relay: &Relay) -> (Metadata, Token<Slot>) {
     relay.put_bytes(b"x", Tensor::bytes(1)).unwrap()
-}
-
-/// As if the put were of a peer of that name.
-fn moved_to(name: &str, metadata: &Metadata) -> Metadata {
-    metadata.to_string().replace(metadata.session_id(), name).parse().unwrap()
 }
 
 /// Gets, and how they ended: well, or for the causes that these tests make.

@@ -4,10 +4,7 @@
 mod common;
 
 use std::{
-    sync::{
-        Arc, Mutex,
-        atomic::{AtomicU32, Ordering},
-    },
+    sync::{Arc, Mutex},
     thread,
     time::{Duration, Instant},
 };
@@ -15,7 +12,7 @@ use std::{
 use crossbeam::channel::unbounded;
 use mooncake_relay::{Config, Error, Metadata, Relay, Slot, Tensor, Token};
 
-use crate::common::{eventually, gate::Gate, hooked::Hooked, within};
+use crate::common::{eventually, gate::Gate, hooked::relay, moved_to, within};
 
 const WATCHDOG: Duration = Duration::from_secs(20);
 
@@ -23,20 +20,8 @@ fn small() -> Config {
     Config::default().with_engine_id("t").with_slot_size(4096)
 }
 
-fn relay(config: &Config) -> (Hooked, Relay) {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let engine = Hooked::new(&format!("suspects-{}", NEXT.fetch_add(1, Ordering::Relaxed)));
-    let relay = Relay::new(engine.engine(), config).unwrap();
-    (engine, relay)
-}
-
 fn put(relay: &Relay) -> (Metadata, Token<Slot>) {
     relay.put_bytes(b"x", Tensor::bytes(1)).unwrap()
-}
-
-/// As if the put were of a peer of that name.
-fn moved_to(name: &str, metadata: &Metadata) -> Metadata {
-    metadata.to_string().replace(metadata.session_id(), name).parse().unwrap()
 }
 
 /// What a connect to somebody who does not answer does.

@@ -6,7 +6,7 @@ mod common;
 use std::{
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, AtomicU32, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     time::Duration,
 };
@@ -18,7 +18,7 @@ use mooncake_relay::{
 
 use crate::common::{
     eventually,
-    hooked::{Call, Hooked, refused},
+    hooked::{Call, refused, relay},
     within,
 };
 
@@ -26,13 +26,6 @@ const WATCHDOG: Duration = Duration::from_secs(20);
 
 fn small() -> Config {
     Config::default().with_engine_id("t").with_slot_size(4096).with_credits(8)
-}
-
-fn relay(config: &Config) -> (Hooked, Relay) {
-    static NEXT: AtomicU32 = AtomicU32::new(0);
-    let engine = Hooked::new(&format!("visible-{}", NEXT.fetch_add(1, Ordering::Relaxed)));
-    let relay = Relay::new(engine.engine(), config).unwrap();
-    (engine, relay)
 }
 
 fn put(relay: &Relay, len: usize) -> (Metadata, Token<Slot>) {

@@ -15,8 +15,8 @@ use std::{
 };
 
 use mooncake_relay::{
-    Access, Doorbell, Engine, Error, Event, Filled, InProcessEngine, Instance, LocalBuffer,
-    Notification, Publication, ReadError, RemoteBuffer, Result, Retracted, Span, Viewed,
+    Access, Config, Doorbell, Engine, Error, Event, Filled, InProcessEngine, Instance, LocalBuffer,
+    Notification, Publication, ReadError, Relay, RemoteBuffer, Result, Retracted, Span, Viewed,
 };
 use parking_lot::{Mutex, RwLock};
 
@@ -329,6 +329,14 @@ impl fmt::Debug for Hooked {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Hooked").field("over", &self.session_id()).finish_non_exhaustive()
     }
+}
+
+/// A relay over a hooked engine of its own, in this process.
+pub(crate) fn relay(config: &Config) -> (Hooked, Relay) {
+    static NEXT: AtomicUsize = AtomicUsize::new(0);
+    let engine = Hooked::new(&format!("hooked-{}", NEXT.fetch_add(1, Ordering::Relaxed)));
+    let relay = Relay::new(engine.engine(), config).unwrap();
+    (engine, relay)
 }
 
 /// A failure that nobody could mistake.

@@ -21,6 +21,13 @@ use std::{
     time::{Duration, Instant},
 };
 
+use mooncake_relay::Metadata;
+
+/// As if the put were of a peer of that name.
+pub(crate) fn moved_to(name: &str, metadata: &Metadata) -> Metadata {
+    metadata.to_string().replace(metadata.session_id(), name).parse().unwrap()
+}
+
 /// How the line of a test begins that cannot run here.
 pub(crate) const SKIPPED: &str = "SKIPPED";
 

@@ -17,12 +17,12 @@ use crate::{
     common::{
         Random,
         bytes::{Canary, Pattern},
-        eventually,
+        eventually, moved_to,
         peer::Sent,
         place::{Blackhole, Net},
         proxy::{Ending, Proxy},
     },
-    on::{AtRest, On, Peer, cases, metadata_of, moved_to},
+    on::{AtRest, On, Peer, cases, metadata_of},
 };
 
 cases! {

@@ -407,11 +407,6 @@ pub(crate) fn metadata_of(sent: &peer::Sent) -> Metadata {
     sent.metadata.to_string().parse().unwrap()
 }
 
-/// As if the put were at `address`.
-pub(crate) fn moved_to(address: &str, metadata: &Metadata) -> Metadata {
-    metadata.to_string().replace(metadata.session_id(), address).parse().unwrap()
-}
-
 fn name() -> String {
     static NEXT: AtomicU32 = AtomicU32::new(0);
     format!("fault-{}", NEXT.fetch_add(1, Ordering::Relaxed))

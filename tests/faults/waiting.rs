@@ -13,8 +13,8 @@ use mooncake_relay::{
 use serde_json::json;
 
 use crate::{
-    common::{eventually, gate::Gate, hooked::Call, place::Blackhole},
-    on::{AtRest, Lack, On, cases, metadata_of, moved_to},
+    common::{eventually, gate::Gate, hooked::Call, moved_to, place::Blackhole},
+    on::{AtRest, Lack, On, cases, metadata_of},
 };
 
 cases! {
