@@ -298,7 +298,8 @@ impl Local {
             debug!(peer = &*source.session, "a peer on this host is gone");
             self.gone.lock().push(source.instance);
             self.any_gone.store(true, Ordering::Release);
-            self.bell.ring();
+            // As in `reader_left`: the two are often one process.
+            self.bell.wake_all();
         }
     }
 
@@ -332,7 +333,8 @@ impl Local {
 
     fn reader_left(&self, reader: &Reader) {
         self.readers.leave(reader);
-        self.bell.ring();
+        // Whatever the state: it may have died after it had taken that, and before its wake.
+        self.bell.wake_all();
     }
 
     fn withdraw(&self) {
