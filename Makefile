@@ -1,6 +1,6 @@
 # What a developer needs. `make` alone lists it.
 .NOTPARALLEL:
-.PHONY: help test quickstart interop interop-all mooncake-valgrind fmt lint loom mutants bench counts wheel packages
+.PHONY: help test quickstart interop interop-all soak mooncake-valgrind fmt lint loom mutants bench counts wheel packages
 
 CARGO = cargo
 began := $(shell date +%s)
@@ -12,6 +12,7 @@ help:
 	@echo 'make interop     both engines and a Python peer on the real one, each with each, both ways'
 	@echo 'make interop-all the same, and Python peers on older wheels'
 	@echo 'make mooncake-valgrind  what transfers over the real engine leave behind: some minutes'
+	@echo 'make soak        ten minutes of transfers, aborts, stops and kills, and what they left'
 	@echo 'make fmt         formats the code'
 	@echo 'make lint        formatting, clippy and rustdoc, warnings denied'
 	@echo 'make loom        the lock-free code in every interleaving'
@@ -36,6 +37,11 @@ interop: packages
 # The older wheels are installed under target/, each in a folder of its own: 130 MB to fetch.
 interop-all: packages
 	$(CARGO) test --all-features --test interop --test interop_all -- --nocapture
+
+# Seconds may be given: make soak SECONDS=60
+soak: SECONDS = 600
+soak: packages
+	MOONCAKE_RELAY_TEST_SOAK=$(SECONDS) $(CARGO) test --release --all-features --test soak -- --nocapture
 
 mooncake-valgrind: packages
 	@command -v valgrind >/dev/null || \

@@ -81,7 +81,12 @@ impl Random {
     /// Prints the seed: it is all that is needed to run a failure again.
     pub(crate) fn new(seed: u64) -> Self {
         println!("seed {seed:#x}");
-        Self(seed)
+        Self::of(seed)
+    }
+
+    /// Says nothing: for who has said what the seed comes from.
+    pub(crate) fn of(seed: u64) -> Self {
+        Self(seed.max(1))
     }
 
     /// xorshift64*
