@@ -24,7 +24,11 @@ use parking_lot::Mutex;
 use rustix::process::{Resource, getrlimit, setrlimit};
 
 use self::{
-    common::{Random, eventually, threads_named, within},
+    common::{
+        Random, eventually,
+        hooked::{Call, Hooked, refused as refused_by_engine},
+        threads_named, within,
+    },
     raw::{NOTIFY, READ_IDENTIFIED, READ_V1, READ_V2, WRITE_V2, connect, frame, header},
 };
 
@@ -87,6 +91,31 @@ fn a_limit_on_file_sizes_is_an_error_and_no_signal() {
             });
         }
         warm_up();
+    });
+}
+
+#[test]
+fn a_relay_that_could_not_be_made_leaves_nothing() {
+    let _alone = ALONE.lock();
+    within(WATCHDOG, || {
+        warm_up();
+        let before = held();
+        for bad in 0..4 {
+            let engine = Hooked::new("bad");
+            engine.fail(Call::Register, bad..=bad, refused_by_engine);
+            let made = Relay::new(engine.engine(), &small());
+            assert!(matches!(made, Err(Error::Engine { engine: "hooked", .. })), "{made:?}");
+            assert_eq!(engine.registered(), 0);
+            let again = Relay::new(engine.engine(), &small()).unwrap();
+            let (metadata, token) = again.put_bytes(b"x", Tensor::bytes(1)).unwrap();
+            again.get(&metadata).unwrap().wait().unwrap();
+            token.wait().unwrap();
+        }
+        let engine = Hooked::new("bad");
+        engine.fail(Call::Start, .., refused_by_engine);
+        assert!(Relay::new(engine.engine(), &small()).is_err());
+        drop(engine);
+        eventually(before, held);
     });
 }
 
