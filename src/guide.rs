@@ -7,6 +7,7 @@
 //! | [`threads`] | who may call what from where, what blocks, what happens before what, which order holds |
 //! | [`settings`] | how many credits, how large, how long, which threads and cores; the environment by name |
 //! | [`deployment`] | two ports, firewalls, containers, IPv6; Python peers on the real engine |
+//! | [`threats`] | who is trusted with what; what strangers, local users and peers can do, and the test for each |
 //! | [`troubleshooting`] | symptom → where to look → what to do; every counter, log line and error |
 //!
 //! # The flow
@@ -106,6 +107,9 @@ pub mod settings {}
 
 #[doc = include_str!("guide/deployment.md")]
 pub mod deployment {}
+
+#[doc = include_str!("guide/threats.md")]
+pub mod threats {}
 
 #[doc = include_str!("guide/troubleshooting.md")]
 pub mod troubleshooting {}

@@ -65,3 +65,32 @@ fn assert_named(names: &[String], page: &str) {
 fn read(path: &str) -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join(path)).unwrap()
 }
+
+#[test]
+fn every_test_that_the_threat_model_names_is_there() {
+    let page = read("src/guide/threats.md");
+    let rows = page
+        .lines()
+        .filter(|line| line.starts_with("| "))
+        .filter_map(|line| Some(line.trim_end_matches('|').rsplit_once('|')?.1));
+    let names: Vec<_> =
+        rows.flat_map(|cell| cell.split('`')).filter(|word| word.contains('_')).collect();
+    assert!(names.len() >= 40, "{names:?}");
+    let sources = sources(Path::new(env!("CARGO_MANIFEST_DIR")).join("tests").as_path());
+    let is_there = |name: &str| {
+        let (function, case) = (format!("fn {name}("), format!("{name} ="));
+        sources.iter().any(|source| source.contains(&function) || source.contains(&case))
+    };
+    let missing: Vec<_> = names.iter().filter(|name| !is_there(name)).collect();
+    assert!(missing.is_empty(), "the page names tests that are not there: {missing:?}");
+}
+
+/// Every Rust file below `folder`.
+fn sources(folder: &Path) -> Vec<String> {
+    let entries = fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path());
+    let each = entries.flat_map(|path| match path.is_dir() {
+        true => sources(&path),
+        false => vec![fs::read_to_string(&path).unwrap_or_default()],
+    });
+    each.collect()
+}
