@@ -15,12 +15,34 @@ use crate::{
 };
 
 /// Much longer than it takes.
-const PATIENCE: Duration = Duration::from_secs(5);
+const PATIENCE: Duration = Duration::from_secs(10);
 const HALF: usize = 64 * 1024;
+
+/// An engine lets go of the port that it has chosen for a moment before it listens there, and another
+/// process may take it meanwhile; the next engine chooses another.
+const ATTEMPTS: u32 = 3;
 
 /// Registers memory, reads from the local segment, compares, notifies itself and receives it. On
 /// loopback; takes up to a second, most of it for the engine's end.
 pub(crate) fn self_check(api: &Api) -> Result<(), String> {
+    let mut made = make(api);
+    for _ in 1..ATTEMPTS {
+        if made.is_ok() {
+            break;
+        }
+        made = make(api);
+    }
+    let engine = made?;
+    // Leaked unless the engine is gone for sure: after a timeout it may still write.
+    let memory = Box::leak(vec![0_u8; 2 * HALF].into_boxed_slice());
+    let checked = with_memory(api, engine, memory).and_then(|()| notes(api, engine));
+    // SAFETY: made above, and nobody else knows it.
+    unsafe { (api.destroyTransferEngine)(engine) };
+    checked
+}
+
+/// An engine by TCP.
+fn make(api: &Api) -> Result<Engine, String> {
     let (metadata, host, tcp) = (c"P2PHANDSHAKE", c"127.0.0.1", c"tcp");
     // SAFETY: the texts are NUL-terminated and live through the call.
     let engine = unsafe {
@@ -31,16 +53,12 @@ pub(crate) fn self_check(api: &Api) -> Result<(), String> {
     }
     // SAFETY: the engine lives, and the protocol is a text; no arguments are allowed.
     let transport = unsafe { (api.installTransport)(engine, tcp.as_ptr(), ptr::null_mut()) };
-    // Leaked unless the engine is gone for sure: after a timeout it may still write.
-    let memory = Box::leak(vec![0_u8; 2 * HALF].into_boxed_slice());
-    let checked = if transport.is_null() {
-        Err("it has no TCP transport".to_owned())
-    } else {
-        with_memory(api, engine, memory).and_then(|()| notes(api, engine))
-    };
-    // SAFETY: made above, and nobody else knows it.
-    unsafe { (api.destroyTransferEngine)(engine) };
-    checked
+    if transport.is_null() {
+        // SAFETY: made above, and nobody else knows it.
+        unsafe { (api.destroyTransferEngine)(engine) };
+        return Err("it has no TCP transport".to_owned());
+    }
+    Ok(engine)
 }
 
 fn with_memory(api: &Api, engine: Engine, memory: &'static mut [u8]) -> Result<(), String> {

@@ -184,7 +184,7 @@ impl Drop for Side<'_> {
 
 /// Asks until there is something.
 fn eventually<T>(mut ask: impl FnMut() -> Vec<T>) -> Vec<T> {
-    let deadline = Instant::now() + Duration::from_secs(20);
+    let deadline = Instant::now() + Duration::from_secs(60);
     loop {
         let found = ask();
         if !found.is_empty() {
