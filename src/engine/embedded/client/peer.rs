@@ -202,6 +202,14 @@ impl Peer {
         Ok(endpoint)
     }
 
+    /// How many wait for the thread that asks.
+    #[cfg(test)]
+    pub(super) fn waiting(&self) -> usize {
+        // Who asks has a share, and so has this peer.
+        let shares = |asking: &Asked| Arc::strong_count(&asking.failed) - 2;
+        self.state.lock().asking.as_ref().map_or(0, shares)
+    }
+
     /// A connect was answered, if only by a refusal.
     pub(super) fn answered(&self) {
         self.state.lock().unanswered = Duration::ZERO;

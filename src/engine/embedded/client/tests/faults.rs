@@ -1,5 +1,7 @@
 //! Peers that die, freeze, move or talk nonsense.
 
+use rustix::net::{AddressFamily, SocketType, bind, getsockname, socket};
+
 use super::*;
 
 #[test]
@@ -76,9 +78,12 @@ fn a_peer_whose_data_port_moved_is_found_again() {
 #[test]
 fn nobody_there_fails_at_once_and_does_not_stick() {
     watched(|| {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap();
+        // Bound, so that nobody else gets it, and not listening.
+        let held = socket(AddressFamily::INET, SocketType::STREAM, None).unwrap();
+        bind(&held, &SocketAddr::from(([127, 0, 0, 1], 0))).unwrap();
+        let address = SocketAddr::try_from(getsockname(&held).unwrap()).unwrap();
         let client = started();
-        let nobody = RemoteBuffer::new(&port.to_string(), BASE, 64);
+        let nobody = RemoteBuffer::new(&address.to_string(), BASE, 64);
         assert_eq!(kind(client.read(&nobody, buffer(64), soon())), "PeerFailed");
         // The first connection to its control port is dropped, and then all is well.
         let refused = AtomicBool::new(false);

@@ -73,7 +73,7 @@ fn reads_into_a_span_are_ended_and_no_others() {
             let (client, remote) = (Arc::clone(&client), remote(&fake, 4096));
             thread::spawn(move || kind(client.read(&remote, local, deadline)))
         };
-        let other = read(buffer(4096), Instant::now() + Duration::from_millis(500));
+        let other = read(buffer(4096), Instant::now() + Duration::from_secs(3));
         let reader = read(ended, soon());
         begun.recv().unwrap();
         begun.recv().unwrap();
