@@ -301,7 +301,7 @@ mod tests {
                 copier.copy_slice(&source, &mut dest);
                 tx.send(()).unwrap();
             });
-            let in_time = copied.recv_timeout(Duration::from_secs(20));
+            let in_time = copied.recv_timeout(Duration::from_secs(60));
             release.send(()).unwrap();
             assert!(in_time.is_ok());
         });
