@@ -57,7 +57,7 @@ const METADATA: usize = 2;
 /// What threads and channels make once, when they first have to sleep, which may be after the warm-up.
 /// One allocation in a hundred transfers would be more.
 const ONCE: usize = 8;
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 /// What each part of a round allocated, over all rounds.
 #[derive(Clone, Copy, Debug, Default)]

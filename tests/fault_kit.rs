@@ -25,7 +25,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(60);
+const WATCHDOG: Duration = Duration::from_secs(120);
 const READ: u8 = 0x80;
 
 /// Answers reads and notifications of the data protocol: a status, and for a read its body.

@@ -21,7 +21,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(60);
+const WATCHDOG: Duration = Duration::from_secs(120);
 /// Long enough for an answer that would come.
 const A_MOMENT: Duration = Duration::from_millis(300);
 

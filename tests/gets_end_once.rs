@@ -25,7 +25,7 @@ use crate::common::{
     moved_to, within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(30);
+const WATCHDOG: Duration = Duration::from_secs(120);
 
 fn small() -> Config {
     Config::default().with_engine_id("t").with_slot_size(4096)

@@ -24,7 +24,7 @@ use crate::common::{
     real, within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(60);
+const WATCHDOG: Duration = Duration::from_secs(120);
 
 #[test]
 fn what_cannot_work_is_refused_before_any_library_is_looked_for() {
@@ -361,7 +361,7 @@ fn assert_config(refused: Result<()>) {
 }
 
 fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + Duration::from_secs(60)
 }
 
 fn note(name: &str) -> Notification {

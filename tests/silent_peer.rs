@@ -15,7 +15,7 @@ use mooncake_relay::{Config, EmbeddedEngine, Error, Metadata, Relay, Tensor};
 
 use crate::common::{place::Blackhole, within};
 
-const WATCHDOG: Duration = Duration::from_secs(20);
+const WATCHDOG: Duration = Duration::from_secs(60);
 
 fn relay() -> Relay {
     let engine = EmbeddedEngine::bind("127.0.0.1:0").unwrap();

@@ -10,7 +10,7 @@ use mooncake_relay::{Config, EmbeddedEngine, Error, Metadata, Relay, Slot, Tenso
 
 use crate::common::{eventually, within};
 
-const WATCHDOG: Duration = Duration::from_secs(60);
+const WATCHDOG: Duration = Duration::from_secs(120);
 
 fn config() -> Config {
     Config::default().with_slot_size(64 << 10)

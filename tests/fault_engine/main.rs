@@ -28,7 +28,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(20);
+const WATCHDOG: Duration = Duration::from_secs(60);
 const BYTES: [u8; 16] = [0x11; 16];
 
 fn engine() -> Hooked {

@@ -17,7 +17,7 @@ cases! {
         q24_ipv6_is_bracketed_and_works_both_ways;
 }
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn config() -> Config {
     Config::default().with_slot_size(64 << 10).with_quarantine(Duration::from_millis(20))

@@ -15,7 +15,7 @@ cases! {
     Processes: n2_nothing_goes_from_process_to_process;
 }
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn small() -> Config {
     Config::default().with_slot_size(4096)

@@ -17,7 +17,7 @@ use mooncake_relay::{
     Retracted, Span, TransferId,
 };
 
-pub(crate) const PATIENCE: Duration = Duration::from_secs(60);
+pub(crate) const PATIENCE: Duration = Duration::from_secs(120);
 pub(crate) const DONE: &[u8] = b"\0\0\0\0VTCM";
 pub(crate) const REFUSED: &[u8] = b"\x01\0\0\0VTCM";
 pub(crate) const GONE: &[u8] = b"\x02\0\0\0VTCM";
