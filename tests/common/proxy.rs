@@ -388,7 +388,7 @@ impl Shared {
 
 /// A port of ours for as long as this lives: bound, so that no other gets it, and not listening,
 /// so that another socket of ours may.
-fn hold_port(ip: IpAddr) -> OwnedFd {
+pub(crate) fn hold_port(ip: IpAddr) -> OwnedFd {
     let family = if ip.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
     let held = socket(family, SocketType::STREAM, None).unwrap();
     set_socket_reuseaddr(&held, true).unwrap();

@@ -16,6 +16,7 @@ use crate::{
     common::{
         Random,
         bytes::Pattern,
+        eventually,
         gate::Gate,
         hooked::{Call, Hooked},
     },
@@ -28,11 +29,11 @@ cases! {
         q20_gets_from_a_stuck_sender_keep_no_healthy_one_waiting,
         q20_gets_from_a_sender_that_never_answered_keep_no_thread_from_others,
         q20_a_sender_that_answered_before_it_got_stuck_gives_way,
-        q23_relays_used_from_two_threads_share_nothing = 120;
+        q23_relays_used_from_two_threads_share_nothing = 300;
     Processes: q19_any_number_of_waiters_hear_the_same_end;
 }
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 
 fn config() -> Config {
     Config::default().with_slot_size(64 << 10).with_quarantine(Duration::from_millis(20))
@@ -124,7 +125,7 @@ fn q19_any_number_of_waiters_hear_the_same_end(on: &On) {
     if on.lacks(Lack::Readers) {
         a.comes_to_rest(); // the aborted one's slot might have been read
     }
-    assert_eq!(a.free().0, 2);
+    eventually(2, || a.free().0);
 }
 
 const HANDFUL: usize = 6;

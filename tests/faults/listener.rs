@@ -13,12 +13,14 @@ use std::{
 
 use crossbeam::channel::unbounded;
 use mooncake_relay::{
-    Config, Engine, Error, Metadata, Notification, Result, Slot, Token, TransferId,
+    Config, Engine, Error, Metadata, Notification, Relay, Result, Slot, Token, TransferId,
+    WaitStrategy,
 };
+use parking_lot::Mutex;
 
 use crate::{
     common::{
-        eventually,
+        comes_about, eventually,
         faults::odd_notes,
         gate::Gate,
         hooked::{Call, refused},
@@ -42,9 +44,11 @@ cases! {
 }
 
 /// Far longer than anything here takes.
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 /// Long enough for a transfer on a busy machine, short enough to wait for.
 const LEASE: Duration = Duration::from_secs(2);
+/// How long a lease that has ended waits for the last look of whoever has the engine.
+const LAST_LOOK: Duration = Duration::from_secs(1);
 
 fn config() -> Config {
     Config::default()
@@ -58,17 +62,33 @@ fn gets(relay: &AtRest, metadata: &Metadata) {
     drop(relay.get(metadata).unwrap().wait().unwrap());
 }
 
+/// Gets it while its lease, which began after `begun`, cannot have ended; whether that was so.
+#[track_caller]
+fn gets_in_time(relay: &Relay, metadata: &Metadata, begun: Instant) -> bool {
+    let got = relay.get(metadata).unwrap().wait();
+    let in_time = begun.elapsed() < LEASE;
+    assert!(got.is_ok() || !in_time, "{got:?}");
+    in_time
+}
+
 fn q14_a_put_that_was_acknowledged_while_its_caller_was_busy_is_no_time_out(on: &On) {
     let (a, b) = on.pair(&config().with_lease(LEASE));
-    let (metadata, token) = a.sends(b"read at once");
-    // Put later, so that its lease ends later; only the relay looks meanwhile.
-    let (_, sentinel) = a.sends(b"never read");
-    gets(&b, &metadata);
-    let (tx, rx) = unbounded();
-    sentinel.attach(&tx, 0);
-    let over = rx.recv().unwrap().result;
-    assert!(matches!(over, Err(Error::TimedOut)), "{over:?}");
-    assert_eq!(&token.wait().unwrap()[..], b"read at once");
+    comes_about(|| {
+        a.comes_to_rest();
+        let begun = Instant::now();
+        let (metadata, token) = a.sends(b"read at once");
+        // Put later, so that its lease ends later; only the relay looks meanwhile.
+        let (_, sentinel) = a.sends(b"never read");
+        if !gets_in_time(&b, &metadata, begun) {
+            return false;
+        }
+        let (tx, rx) = unbounded();
+        sentinel.attach(&tx, 0);
+        let over = rx.recv().unwrap().result;
+        assert!(matches!(over, Err(Error::TimedOut)), "{over:?}");
+        assert_eq!(&token.wait().unwrap()[..], b"read at once");
+        true
+    });
 }
 
 fn q14_what_came_before_the_lease_ended_counts_though_nobody_looked_until_after(on: &On) {
@@ -76,47 +96,77 @@ fn q14_what_came_before_the_lease_ended_counts_though_nobody_looked_until_after(
     let a = AtRest::new(engine.engine(), &config().with_lease(LEASE));
     let b = on.relay(&config());
     // The listener is away, housekeeping, from before the note comes until after the lease.
-    let (gate, way) = Gate::pair();
+    let away: Arc<Mutex<Option<Gate>>> = Arc::default();
+    let is_away = Arc::clone(&away);
     engine.on_tend(move |next| {
-        way.pass();
+        let way = is_away.lock().take();
+        if let Some(way) = way {
+            way.pass();
+        }
         next.tend();
     });
-    gate.entered(1);
-    let (metadata, token) = a.sends(b"read at once");
-    let (tx, rx) = unbounded();
-    token.attach(&tx, 0);
-    let begun = Instant::now();
-    gets(&b, &metadata);
-    // Past the lease; a longer sleep would change nothing.
-    thread::sleep((LEASE + LEASE / 10).saturating_sub(begun.elapsed()));
-    gate.open();
-    assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"read at once");
-    assert_eq!(a.health().counters.relay.puts_expired, 0);
+    comes_about(|| {
+        a.comes_to_rest();
+        let (gate, way) = Gate::pair();
+        *away.lock() = Some(way);
+        gate.entered(1);
+        let (begun, before) = (Instant::now(), a.health().counters.relay.puts_expired);
+        let (metadata, token) = a.sends(b"read at once");
+        let (tx, rx) = unbounded();
+        token.attach(&tx, 0);
+        if !gets_in_time(&b, &metadata, begun) {
+            return false;
+        }
+        thread::sleep(LEASE); // past the lease; a longer sleep would change nothing
+        gate.open();
+        assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"read at once");
+        assert_eq!(a.health().counters.relay.puts_expired, before);
+        true
+    });
 }
 
 fn q14_a_lease_does_not_end_between_a_note_and_a_caller_that_is_about_to_look(on: &On) {
     let engine = on.hooked();
-    let a = AtRest::new(engine.engine(), &config().with_lease(LEASE));
+    // Whoever waits never parks instead of looking.
+    let a =
+        AtRest::new(engine.engine(), &config().with_lease(LEASE).with_wait(WaitStrategy::Yield));
     let b = on.relay(&config());
-    let (metadata, token) = a.sends(b"read at once");
-    let begun = Instant::now();
     // Whoever waits looks for the listener, too. Here it is slow.
-    let (gate, way) = Gate::pair();
+    let slow: Arc<Mutex<Option<Gate>>> = Arc::default();
+    let is_slow = Arc::clone(&slow);
     engine.before(Call::Poll, move || {
         if thread::current().name() == Some("slow") {
-            way.pass();
+            let way = is_slow.lock().take();
+            if let Some(way) = way {
+                way.pass();
+            }
         }
         Ok(())
     });
-    let slow = thread::Builder::new().name("slow".to_owned());
-    let waits = slow.spawn(move || token.wait()).unwrap();
-    gate.entered(1);
-    gets(&b, &metadata);
-    // Past the lease, so that the listener has had its chance to do wrong.
-    thread::sleep((LEASE + LEASE / 20).saturating_sub(begun.elapsed()));
-    gate.open();
-    assert_eq!(&waits.join().unwrap().unwrap()[..], b"read at once");
-    assert_eq!(a.health().counters.relay.puts_expired, 0);
+    comes_about(|| {
+        a.comes_to_rest();
+        let (gate, way) = Gate::pair();
+        *slow.lock() = Some(way);
+        let (begun, before) = (Instant::now(), a.health().counters.relay.puts_expired);
+        let (metadata, token) = a.sends(b"read at once");
+        let named = thread::Builder::new().name("slow".to_owned());
+        let waits = named.spawn(move || token.wait()).unwrap();
+        gate.entered(1);
+        let in_time = gets_in_time(&b, &metadata, begun);
+        if in_time {
+            // Past the lease, so that the listener has had its chance to do wrong.
+            thread::sleep((LEASE + LEASE / 20).saturating_sub(begun.elapsed()));
+        }
+        gate.open();
+        let ended = waits.join().unwrap();
+        // It is waited for as long as this, and no longer.
+        if !in_time || begun.elapsed() >= LEASE + LAST_LOOK {
+            return false;
+        }
+        assert_eq!(&ended.unwrap()[..], b"read at once");
+        assert_eq!(a.health().counters.relay.puts_expired, before);
+        true
+    });
 }
 
 fn q16_notes_that_make_no_sense_cost_no_other_note_of_their_batch(on: &On) {
@@ -279,7 +329,7 @@ fn q26_the_listener_runs_from_the_start_to_the_close(on: &On) {
         gets(&b, &metadata);
         eventually(2, || a.health().free);
     }
-    assert_eq!((threads_named("relay-notifier"), a.health().status), (2, "healthy"));
+    eventually((2, "healthy"), || (threads_named("relay-notifier"), a.health().status));
     a.close(PATIENCE);
     b.close(PATIENCE);
     eventually(0, || threads_named("relay-notifier"));

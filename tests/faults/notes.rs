@@ -21,12 +21,12 @@ use crate::{
 cases! {
     Any:
         b1_a_completion_that_comes_before_anybody_waits_is_kept_and_told_once,
-        b2_no_slot_comes_back_before_its_bytes_were_copied = 300,
+        b2_no_slot_comes_back_before_its_bytes_were_copied = 600,
         b11_a_completion_of_a_put_that_is_over_is_counted_and_frees_no_other_slot;
-    Processes: b2_a_slot_is_filled_anew_only_when_the_other_process_has_read_it = 300;
+    Processes: b2_a_slot_is_filled_anew_only_when_the_other_process_has_read_it = 600;
 }
 
-const SOON: Duration = Duration::from_secs(20);
+const SOON: Duration = Duration::from_secs(60);
 const NOW: Duration = Duration::ZERO;
 
 fn b1_a_completion_that_comes_before_anybody_waits_is_kept_and_told_once(on: &On) {
@@ -180,7 +180,7 @@ fn b11_a_completion_of_a_put_that_is_over_is_counted_and_frees_no_other_slot(on:
     }
 }
 
-const LEASE: Duration = Duration::from_secs(1);
+const LEASE: Duration = Duration::from_secs(3);
 const NEW: &[u8] = b"the new owner's";
 
 fn expires(_: &AtRest, _: &AtRest, _: &Metadata, token: Put) {

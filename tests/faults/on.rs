@@ -141,7 +141,7 @@ macro_rules! cases {
                 needs: $crate::on::Needs::$needs,
                 limit: {
                     #[allow(unused_mut, unused_assignments)]
-                    let mut seconds = 60;
+                    let mut seconds = 180;
                     $(seconds = $seconds;)?
                     std::time::Duration::from_secs(seconds)
                 },
@@ -399,7 +399,7 @@ impl Drop for Stranger {
 
 /// Far later than anything here takes.
 fn soon() -> Instant {
-    Instant::now() + Duration::from_secs(20)
+    Instant::now() + Duration::from_secs(60)
 }
 
 /// What a peer in another process has put.

@@ -37,6 +37,9 @@ cases! {
         q10_what_a_frozen_peer_sends_late_lands_in_no_other_get;
 }
 
+/// Far longer than a read needs to begin.
+const AMPLE: Duration = Duration::from_secs(2);
+
 /// The gets that run beside one whose read goes on: each has its own bytes.
 #[track_caller]
 fn others_are_right(from: &AtRest, to: &AtRest) {
@@ -61,7 +64,7 @@ fn q6_a_cancelled_get_holds_its_slot_until_the_engine_is_done(on: &On) {
         a.works_with(&b);
         let gate = engine.hang(Call::Read, 0..1);
         let (metadata, put) = a.sends(&[0xEE; 4096]);
-        let limit = if how == "out of time" { Duration::from_millis(50) } else { FOREVER };
+        let limit = if how == "out of time" { AMPLE } else { FOREVER };
         let get = b.get_timeout(&metadata, limit).unwrap();
         gate.entered(1);
         match how {
@@ -186,7 +189,7 @@ fn q9_a_get_from_a_stuck_peer_ends_by_its_time_and_burns_no_core(on: &On) {
     let (engine, b) = hooked(on, &small());
     let gate = engine.hang(Call::Read, ..);
     let (metadata, put) = a.sends(b"stuck");
-    let mut get = b.get_timeout(&metadata, Duration::from_secs(1)).unwrap();
+    let mut get = b.get_timeout(&metadata, AMPLE).unwrap();
     gate.entered(1);
     burns_no_core(|| {
         let got = get.wait_timeout(PATIENCE).unwrap();
@@ -238,7 +241,7 @@ fn q10_a_timed_out_read_that_goes_on_writing_touches_no_other_get(on: &On) {
     });
     for kept in 1..=KEPT {
         let (metadata, put) = a.sends(&[0xEE; 4096]);
-        let late = b.get_timeout(&metadata, Duration::from_millis(50)).unwrap();
+        let late = b.get_timeout(&metadata, AMPLE).unwrap();
         assert!(matches!(late.wait(), Err(Error::TimedOut)));
         assert!(matches!(put.wait(), Err(Error::PeerFailed { .. })));
         eventually((KEPT + 1 - kept, kept as u64), || {

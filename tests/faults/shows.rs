@@ -19,7 +19,7 @@ use crate::{
 };
 
 cases! {
-    Any: chaos_of_delays_short_leases_and_aborts_never_yields_other_bytes = 900;
+    Any: chaos_of_delays_short_leases_and_aborts_never_yields_other_bytes = 1800;
 }
 
 const THREADS: usize = 4;
@@ -32,18 +32,26 @@ struct Chaos {
     pattern: Pattern,
     round: AtomicUsize,
     transfers: usize,
+    slowness: u32,
     delivered: AtomicU64,
     came_back: AtomicU64,
 }
 
 fn chaos_of_delays_short_leases_and_aborts_never_yields_other_bytes(on: &On) {
+    // On a busy machine hardly anything ends well in so little time: then everybody takes more of it.
+    assert!([1, 4, 16].into_iter().any(|slowness| is_about_something(on, slowness)));
+}
+
+/// One chaos; whether enough of its transfers ended well.
+fn is_about_something(on: &On, slowness: u32) -> bool {
     let config = Config::default()
         .with_credits(2)
         .with_slot_size(MOST)
         .with_transfer_threads(2)
-        .with_lease(Duration::from_millis(4))
-        .with_quarantine(Duration::from_millis(2));
+        .with_lease(Duration::from_millis(4) * slowness)
+        .with_quarantine(Duration::from_millis(2) * slowness);
     let chaos = Chaos {
+        slowness,
         sides: [1, 2].map(|seed| AtRest::new(harsh(on, seed).engine(), &config)),
         pattern: Pattern::new(&mut Random::new(0xc4a05), MOST),
         round: AtomicUsize::new(0),
@@ -62,13 +70,12 @@ fn chaos_of_delays_short_leases_and_aborts_never_yields_other_bytes(on: &On) {
     let counters = sides.each_ref().map(|side| side.health().counters.relay);
     println!("delivered {delivered:?}, came back {came_back:?}\n{counters:#?}");
     assert_eq!(counters[0].puts + counters[1].puts, transfers as u64);
-    for counters in &counters {
-        adds_up(counters);
-        everything_happened(counters);
+    counters.iter().for_each(adds_up);
+    let ended_well = [delivered, came_back].map(|count| count.into_inner() as usize);
+    if ended_well.iter().any(|count| *count <= transfers / 10) {
+        return false;
     }
-    // It was about something.
-    assert!(delivered.into_inner() as usize > transfers / 10);
-    assert!(came_back.into_inner() as usize > transfers / 10);
+    counters.iter().for_each(everything_happened);
     // The same relays, in peace: their leases are as short as before.
     let in_peace = |from: &AtRest, to: &AtRest| {
         let (metadata, _token) = from.sends(b"in peace");
@@ -76,6 +83,7 @@ fn chaos_of_delays_short_leases_and_aborts_never_yields_other_bytes(on: &On) {
     };
     assert!((0..1000).any(|_| in_peace(&sides[0], &sides[1])));
     assert!((0..1000).any(|_| in_peace(&sides[1], &sides[0])));
+    true
 }
 
 /// Each third read and note up to 2 ms late; and each third slot that is let go is said to be read,
@@ -145,6 +153,11 @@ fn everything_happened(counters: &Counters) {
 }
 
 impl Chaos {
+    /// From 0 to 5 ms.
+    fn some_time(&self, random: &mut Random) -> Duration {
+        Duration::from_micros(random.below(5001)) * self.slowness
+    }
+
     fn work(&self, random: &mut Random) {
         loop {
             let round = self.round.fetch_add(1, Ordering::Relaxed);
@@ -161,7 +174,7 @@ impl Chaos {
             match random.below(20) {
                 0 => {} // nobody comes
                 1..=4 => self.get_into(to, &metadata, expected, random),
-                5..=9 => drop(to.get_timeout(&metadata, some_time(random))), // abandoned
+                5..=9 => drop(to.get_timeout(&metadata, self.some_time(random))), // abandoned
                 _ => self.get(to, &metadata, expected, random),
             }
             self.ends(token, expected, random);
@@ -171,7 +184,7 @@ impl Chaos {
     fn put(&self, from: &AtRest, round: usize, random: &mut Random) -> (Metadata, Token<Slot>) {
         let len = random.size(MOST as u64) as usize;
         loop {
-            match from.acquire(len, some_time(random)) {
+            match from.acquire(len, self.some_time(random)) {
                 Ok(mut slot) => {
                     slot.copy_from_slice(self.pattern.of(round, len));
                     break from.put(slot, Tensor::bytes(len)).unwrap();
@@ -183,14 +196,14 @@ impl Chaos {
     }
 
     fn get(&self, to: &AtRest, metadata: &Metadata, expected: &[u8], random: &mut Random) {
-        let mut token = match to.get_timeout(metadata, some_time(random)) {
+        let mut token = match to.get_timeout(metadata, self.some_time(random)) {
             Ok(token) => token,
             Err(error) => return is_expected(&error),
         };
         if random.below(8) == 0 {
             let _ = to.abort(metadata);
         }
-        match token.wait_timeout(some_time(random)) {
+        match token.wait_timeout(self.some_time(random)) {
             Some(Ok(slot)) => self.delivered(&slot, expected),
             Some(Err(error)) => is_expected(&error),
             None => {} // given up
@@ -199,7 +212,7 @@ impl Chaos {
 
     fn get_into(&self, to: &AtRest, metadata: &Metadata, expected: &[u8], random: &mut Random) {
         let mut canary = Canary::new(expected.len());
-        match to.get_into(metadata, canary.dest(), some_time(random)) {
+        match to.get_into(metadata, canary.dest(), self.some_time(random)) {
             Ok(len) => {
                 assert_eq!(len, expected.len());
                 canary.holds(expected);
@@ -217,7 +230,7 @@ impl Chaos {
 
     /// Waits for the put, or not; if its slot comes back, nobody has touched it.
     fn ends(&self, mut token: Token<Slot>, expected: &[u8], random: &mut Random) {
-        match token.wait_timeout(some_time(random)) {
+        match token.wait_timeout(self.some_time(random)) {
             Some(Ok(slot)) => {
                 assert!(slot[..] == *expected, "the slot came back changed");
                 self.came_back.fetch_add(1, Ordering::Relaxed);
@@ -226,11 +239,6 @@ impl Chaos {
             None => {}
         }
     }
-}
-
-/// From 0 to 5 ms.
-fn some_time(random: &mut Random) -> Duration {
-    Duration::from_micros(random.below(5001))
 }
 
 /// Nothing, mostly: what is random here is who comes first.

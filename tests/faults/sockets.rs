@@ -7,6 +7,7 @@ use serde_json::json;
 
 use crate::{
     common::{
+        eventually,
         place::Net,
         sockets::{State, ports_of},
     },
@@ -15,8 +16,8 @@ use crate::{
 
 cases! {
     Processes:
-        e1_five_thousand_transfers_fit_in_a_hundred_ports = 600,
-        e5_fifty_peers_that_start_at_once_are_reached_each_by_its_own_ports = 300;
+        e1_five_thousand_transfers_fit_in_a_hundred_ports = 900,
+        e5_fifty_peers_that_start_at_once_are_reached_each_by_its_own_ports = 600;
     Nothing:
         e5_a_port_that_somebody_has_beside_ours_does_no_harm;
 }
@@ -50,7 +51,7 @@ fn e1_five_thousand_transfers_fit_in_a_hundred_ports(on: &On) {
     }
     for (peer, warm) in [&a, &b].into_iter().zip(warm) {
         // One lane more each way, since both ways were busy at once.
-        assert!(peer.descriptors() <= warm + 4, "{} descriptors, not {warm}", peer.descriptors());
+        eventually(true, || peer.descriptors() <= warm + 4);
     }
 }
 

@@ -20,11 +20,11 @@ use crate::{
 cases! {
     Any:
         d1_a_full_pool_says_so_and_who_holds_it_and_then_serves_in_order,
-        d2_a_thousand_puts_that_nobody_reads_cost_no_slot_and_are_refused_later = 120,
+        d2_a_thousand_puts_that_nobody_reads_cost_no_slot_and_are_refused_later = 300,
         d4_twenty_gets_that_hang_leave_a_thread_for_healthy_peers,
-        d9_each_time_ends_what_it_is_for_and_nothing_else = 120,
+        d9_each_time_ends_what_it_is_for_and_nothing_else = 300,
         d9_a_get_ends_at_its_time_though_its_read_goes_on,
-        d11_two_peers_with_one_credit_each_put_and_then_get_a_thousand_times = 120;
+        d11_two_peers_with_one_credit_each_put_and_then_get_a_thousand_times = 300;
     Processes:
         d4_stopped_and_blackholed_peers_leave_a_thread_for_healthy_ones,
         d4_peers_that_answered_before_they_stopped_give_way;
@@ -330,11 +330,19 @@ fn only_ends(on: &On, short: Time, ends: &[&str]) {
     let read = on.hooked();
     let _reading = read.answer_retract(Retracted::Reading);
     let _cut = read.answer_cut(Retracted::Quiet);
-    let being_read = AtRest::new(read.engine(), &config);
-    let (aborted, ended) = being_read.sends(b"x");
-    let begun = Instant::now();
-    being_read.abort(&aborted).unwrap();
-    assert!(matches!(ended.wait(), Err(Error::Aborted)));
+    let (being_read, begun) = loop {
+        let being_read = AtRest::new(read.engine(), &config);
+        let (aborted, ended) = being_read.sends(b"x");
+        let begun = Instant::now();
+        let in_time = being_read.abort(&aborted).is_ok();
+        match ended.wait() {
+            Err(Error::Aborted) => break (being_read, begun),
+            // On a machine that slow a short lease has ended first.
+            Err(Error::TimedOut) if !in_time && short == Time::Lease => {}
+            other => panic!("{other:?}"),
+        }
+        being_read.close(FOREVER);
+    };
 
     let (putter, full) = on.pair(&config);
     let _all_it_has = full.try_acquire(1).unwrap();
@@ -385,11 +393,12 @@ fn d9_a_get_ends_at_its_time_though_its_read_goes_on(on: &On) {
     let (metadata, token) = sender.sends(b"slow");
     let (tx, ended) = unbounded();
     let begun = Instant::now();
-    receiver.get_timeout(&metadata, SHORT).unwrap().attach(&tx, 0);
+    let ample = Duration::from_secs(2); // for a read to begin
+    receiver.get_timeout(&metadata, ample).unwrap().attach(&tx, 0);
+    gate.entered(1);
     let got = ended.recv().unwrap().result;
     assert!(matches!(got, Err(Error::TimedOut)), "{got:?}");
-    assert!(begun.elapsed() >= SHORT);
-    gate.entered(1);
+    assert!(begun.elapsed() >= ample);
     // Its slot stays with the engine as long as that may write.
     let health = receiver.health();
     assert_eq!((health.reading, health.receive_free), (1, 1));

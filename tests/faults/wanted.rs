@@ -14,21 +14,21 @@ cases! {
     Any: q3_a_slot_whose_lease_ends_under_a_read_is_handed_out_after_it,
         q3_a_read_that_outlasts_the_quarantine_never_yields_the_next_bytes,
         q19_of_two_receivers_the_slow_one_holds_the_slot_and_releases_nothing;
-    Proxy: q3_a_slot_whose_lease_ends_under_a_frozen_receiver_is_handed_out_after_it = 300,
-        q3_a_frozen_receiver_is_cut_when_the_quarantine_is_over = 300,
-        q19_of_two_receivers_of_32_mib_the_slow_one_holds_the_slot_and_releases_nothing = 300;
+    Proxy: q3_a_slot_whose_lease_ends_under_a_frozen_receiver_is_handed_out_after_it = 600,
+        q3_a_frozen_receiver_is_cut_when_the_quarantine_is_over = 600,
+        q19_of_two_receivers_of_32_mib_the_slow_one_holds_the_slot_and_releases_nothing = 600;
 }
 
-const PATIENCE: Duration = Duration::from_secs(20);
+const PATIENCE: Duration = Duration::from_secs(60);
 const OLD: [u8; 4096] = [0x0D; 4096];
 const NEW: [u8; 4096] = [0xEE; 4096];
 
-/// One slot, whose lease ends soon.
+/// One slot, whose lease ends soon, and long after a read has begun.
 fn one() -> Config {
     Config::default()
         .with_credits(1)
         .with_slot_size(64 << 10)
-        .with_lease(Duration::from_secs(1))
+        .with_lease(Duration::from_secs(3))
         .with_quarantine(Duration::from_secs(2))
 }
 
@@ -120,7 +120,8 @@ fn q3_a_read_that_outlasts_the_quarantine_never_yields_the_next_bytes(on: &On) {
 }
 
 fn q19_of_two_receivers_the_slow_one_holds_the_slot_and_releases_nothing(on: &On) {
-    let (a, reading) = read_by_somebody(on, &one().with_lease(PATIENCE));
+    let config = one().with_lease(PATIENCE).with_quarantine(Duration::from_secs(5));
+    let (a, reading) = read_by_somebody(on, &config);
     let quick = on.relay(&Config::default().with_slot_size(64 << 10));
     let engine = on.hooked();
     let slow = AtRest::new(engine.engine(), &Config::default().with_slot_size(64 << 10));
@@ -200,7 +201,7 @@ impl Midway {
 }
 
 fn q3_a_slot_whose_lease_ends_under_a_frozen_receiver_is_handed_out_after_it(on: &On) {
-    let midway = Midway::begin(on, &["--lease-ms", "1500", "--quarantine-ms", "120000"]);
+    let midway = Midway::begin(on, &["--lease-ms", "4000", "--quarantine-ms", "120000"]);
     let Midway { proxy, sender, receiver, sent, get, next } = &midway;
     receiver.stop();
     assert_eq!(sender.wait(sent.tag)["kind"], "TimedOut");
@@ -219,7 +220,7 @@ fn q3_a_slot_whose_lease_ends_under_a_frozen_receiver_is_handed_out_after_it(on:
 }
 
 fn q3_a_frozen_receiver_is_cut_when_the_quarantine_is_over(on: &On) {
-    let midway = Midway::begin(on, &["--lease-ms", "1500", "--quarantine-ms", "1500"]);
+    let midway = Midway::begin(on, &["--lease-ms", "4000", "--quarantine-ms", "1500"]);
     let Midway { proxy, sender, receiver, sent, get, next } = &midway;
     receiver.stop();
     assert_eq!(sender.wait(sent.tag)["kind"], "TimedOut");
