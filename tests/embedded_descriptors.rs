@@ -13,7 +13,7 @@ use std::{
         atomic::{AtomicUsize, Ordering},
     },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use rustix::{
@@ -61,13 +61,13 @@ fn without_descriptors_the_server_waits_quietly_and_then_accepts() {
             std::iter::from_fn(|| TcpStream::connect(served.engine.data_addr()).ok()).collect();
         assert!(!clients.is_empty());
 
-        let before = (cpu(), lines.0.load(Ordering::Relaxed));
+        let (begun, before) = (Instant::now(), cpu());
         // Not synchronisation: this is the time in which a spinning server would show.
         thread::sleep(Duration::from_secs(2));
-        let spent = cpu() - before.0;
-        assert!(spent < Duration::from_secs(1), "{spent:?} of processor in 2 s");
-        let told = lines.0.load(Ordering::Relaxed);
-        assert!((1..=10).contains(&told), "{told} lines");
+        let (spent, told) = (cpu() - before, lines.0.load(Ordering::Relaxed));
+        let lasted = begun.elapsed();
+        assert!(spent < lasted / 2, "{spent:?} of processor in {lasted:?}");
+        assert!((1..=8 + lasted.as_secs() as usize).contains(&told), "{told} lines in {lasted:?}");
 
         drop((clients, files));
         served.is_alive();

@@ -4,7 +4,10 @@
 mod common;
 
 use std::{
-    sync::{Arc, Mutex},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -14,7 +17,7 @@ use mooncake_relay::{Config, Error, Metadata, Relay, Slot, Tensor, Token};
 
 use crate::common::{eventually, gate::Gate, hooked::relay, moved_to, within};
 
-const WATCHDOG: Duration = Duration::from_secs(20);
+const WATCHDOG: Duration = Duration::from_secs(60);
 
 fn small() -> Config {
     Config::default().with_engine_id("t").with_slot_size(4096)
@@ -91,25 +94,20 @@ fn a_peer_that_answers_late_is_tried_again_and_read() {
     within(WATCHDOG, || {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
-        let given: Arc<Mutex<Vec<Duration>>> = Arc::default();
-        {
-            let given = Arc::clone(&given);
-            engine.on_connect(move |_, _, deadline| {
-                let mut given = given.lock().unwrap();
-                given.push(deadline - Instant::now());
-                if given.len() > 3 { Ok(()) } else { no_answer(deadline) }
-            });
-        }
+        let tries = AtomicUsize::new(0);
+        engine.on_connect(move |_, _, deadline| {
+            let tried = tries.fetch_add(1, Ordering::SeqCst);
+            if tried < 3 { no_answer(deadline) } else { Ok(()) }
+        });
         let (metadata, put) = put(&a);
         let (tx, rx) = unbounded();
         b.get(&metadata).unwrap().attach(&tx, 0);
         assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"x");
         put.wait().unwrap();
-        let given = given.lock().unwrap();
-        assert!(given.is_sorted() && *given.last().unwrap() <= Duration::from_secs(1), "{given:?}");
         let peer = &b.health().peers[0];
         assert_eq!((peer.state, peer.done, peer.failed), ("good", 1, 0));
-        assert!(peer.last_error.as_ref().unwrap().contains("no answer in"), "{peer:?}");
+        // Twice as long as the time before, and that twice as long as the first.
+        assert!(peer.last_error.as_ref().unwrap().contains("no answer in 200ms"), "{peer:?}");
     });
 }
 

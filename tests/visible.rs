@@ -22,7 +22,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(20);
+const WATCHDOG: Duration = Duration::from_secs(60);
 
 fn small() -> Config {
     Config::default().with_engine_id("t").with_slot_size(4096).with_credits(8)
@@ -169,9 +169,10 @@ fn a_timed_out_get_keeps_its_slot_until_the_engine_lets_go_of_it_visibly() {
             Err(ReadError { error: Error::TimedOut, buffer: Some(local) })
         });
         let (tx, rx) = unbounded();
-        let get = b.get_timeout(&put(&a, 1).0, Duration::from_millis(50)).unwrap();
-        assert_eq!(receive(&b).1, 0);
-        get.attach(&tx, 0);
+        // Far longer than a read needs to begin.
+        b.get_timeout(&put(&a, 1).0, Duration::from_secs(3)).unwrap().attach(&tx, 0);
+        eventually(1, || b.health().reading);
+        assert_eq!(receive(&b), (1, 0, 0));
         assert!(matches!(rx.recv().unwrap().result, Err(Error::TimedOut)));
         assert_eq!(receive(&b), (1, 1, 0));
         drop(go);

@@ -94,7 +94,7 @@ fn a_buffer_that_is_still_written_comes_back_when_the_gate_is_opened() {
         let gate = to.keep_writing();
         let buffers = watch_buffers(&to);
         let (metadata, _token) = put(&a);
-        let token = b.get_timeout(&metadata, Duration::from_millis(500)).unwrap();
+        let token = b.get_timeout(&metadata, Duration::from_secs(2)).unwrap();
         assert!(matches!(token.wait(), Err(Error::TimedOut)));
         gate.entered(1);
         eventually(1, || b.health().counters.relay.buffers_kept);
@@ -116,7 +116,7 @@ fn a_gate_that_outlives_its_engine_has_no_thread_left() {
         let (_, a, to, b) = pair();
         let gate = to.keep_writing();
         let (metadata, _token) = put(&a);
-        let token = b.get_timeout(&metadata, Duration::from_millis(500)).unwrap();
+        let token = b.get_timeout(&metadata, Duration::from_secs(2)).unwrap();
         assert!(matches!(token.wait(), Err(Error::TimedOut)));
         drop((a, b, to));
         assert!(gate.is_open());

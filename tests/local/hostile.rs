@@ -130,7 +130,7 @@ fn notes_about_others_transfers_end_nothing() {
 #[test]
 fn a_pin_holds_up_what_its_writer_was_given_and_that_until_the_quarantine_is_over() {
     within(WATCHDOG, || {
-        let sender = relay(&config().with_quarantine(Duration::from_millis(200)));
+        let sender = relay(&config().with_quarantine(Duration::from_secs(3)));
         let honest = relay(&config());
         let (metadata, token) = put(&sender, b"given to it");
         let reader = Reader::meet(metadata.instance().unwrap());

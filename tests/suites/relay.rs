@@ -9,11 +9,11 @@ use mooncake_relay::{Config, DType, Error, Metadata, Relay, Slot, Tensor, Token,
 
 use crate::{
     KNOWS_WHO_READS,
-    common::{eventually, within},
+    common::{comes_about, eventually, within},
     engine,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(20);
+const WATCHDOG: Duration = Duration::from_secs(60);
 
 fn small() -> Config {
     let config = Config::default().with_engine_id("t").with_slot_size(4096);
@@ -141,10 +141,13 @@ fn a_caller_that_waits_hears_of_the_end_of_a_lease_and_not_a_nap_later() {
     within(WATCHDOG, || {
         let lease = |ms| relay(&small().with_lease(Duration::from_millis(ms)));
         let (short, long) = (lease(20), lease(800));
-        let (_first, later) = put(&long, b"long");
-        let (_second, token) = put(&short, b"short");
-        assert!(matches!(token.wait(), Err(Error::TimedOut)));
-        assert!(!later.is_done(), "the driver slept on until its nap was over");
+        // A driver that sleeps on until its nap is over is late each time, a busy machine is not.
+        comes_about(|| {
+            let (_first, later) = put(&long, b"long");
+            let (_second, token) = put(&short, b"short");
+            assert!(matches!(token.wait(), Err(Error::TimedOut)));
+            !later.is_done()
+        });
     });
 }
 
@@ -303,7 +306,7 @@ fn a_relay_gets_what_it_put_itself() {
 
 #[test]
 fn many_threads_on_both_sides_lose_nothing() {
-    within(Duration::from_secs(60), || {
+    within(Duration::from_secs(180), || {
         let (a, b) = pair(&small().with_credits(4).with_transfer_threads(2));
         thread::scope(|s| {
             for t in 0..8_u64 {
@@ -344,7 +347,7 @@ fn an_unknown_peer_is_an_error_not_a_hang() {
 
 #[test]
 fn a_large_copy_is_whole() {
-    within(Duration::from_secs(60), || {
+    within(Duration::from_secs(180), || {
         let size = 9 << 20;
         let (a, b) = pair(&Config::default().with_slot_size(size + 1).with_credits(1));
         let bytes: Vec<u8> = (0..size).map(|i| (i * 31 % 251) as u8).collect();
