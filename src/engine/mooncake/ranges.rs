@@ -20,8 +20,9 @@ pub(super) struct Ranges {
     guarded: bool,
 }
 
-/// For all of it: the peer has just answered the same question.
-const LIMIT: Duration = Duration::from_secs(5);
+/// For all of it: the peer has just answered the same question, and may be busy. Whoever waits for the
+/// answer has a deadline of his own.
+const LIMIT: Duration = Duration::from_secs(20);
 /// The longest frame that an engine takes by default.
 const LONGEST: u64 = 1 << 20;
 /// A question for the descriptor: the length of what follows, its type, and any JSON.
@@ -100,6 +101,10 @@ fn answer(stream: &mut TcpStream, left: impl Fn() -> io::Result<Duration>) -> io
                 Ok(0) => return Err(io::Error::from(io::ErrorKind::UnexpectedEof)),
                 Ok(more) => filled += more,
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
+                    let silent = format!("no answer in {LIMIT:?}");
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, silent));
+                }
                 Err(error) => return Err(error),
             }
         }
