@@ -17,7 +17,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(180);
+const WATCHDOG: Duration = Duration::from_secs(600);
 
 fn pair() -> (Peer, Peer) {
     let start = |id| Peer::start(&["--engine-id", id, "--slot-size", "65536", "--credits", "3"]);

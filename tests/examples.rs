@@ -18,7 +18,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(180);
+const WATCHDOG: Duration = Duration::from_secs(600);
 
 #[test]
 fn weights_makes_a_file_sends_it_and_removes_it() {

@@ -25,7 +25,7 @@ use mooncake_relay::{
 
 use crate::common::{eventually, peer::exit_of, real, within};
 
-const WATCHDOG: Duration = Duration::from_secs(300);
+const WATCHDOG: Duration = Duration::from_secs(900);
 /// No single step takes longer, also under valgrind.
 const PATIENCE: Duration = Duration::from_secs(60);
 const ROUNDS: u32 = 10_000;

@@ -16,7 +16,7 @@ use crate::common::{Random, eventually, peer::Peer, within};
 const SLOT: u64 = 256 << 10;
 /// The default of `Config::read_timeout`.
 const READ_TIMEOUT: Duration = Duration::from_secs(30);
-const WATCHDOG: Duration = Duration::from_secs(180);
+const WATCHDOG: Duration = Duration::from_secs(600);
 
 /// The flags for each way that bytes can go: shared memory and TCP.
 const WAYS: [&[&str]; 2] = [&[], &["--no-local"]];
