@@ -79,7 +79,7 @@ struct Setting {
 
 #[test]
 fn a_transfer_allocates_nothing_but_its_metadata() {
-    within(Duration::from_secs(120), || {
+    within(Duration::from_secs(600), || {
         let in_process = || {
             let name = format!("allocations-{}", ALLOCATIONS.load(Ordering::Relaxed));
             Arc::new(InProcessEngine::new(&name).unwrap()) as Arc<dyn Engine>

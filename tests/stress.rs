@@ -22,7 +22,7 @@ use mooncake_relay::{
 
 use self::common::within;
 
-const WATCHDOG: Duration = Duration::from_secs(120);
+const WATCHDOG: Duration = Duration::from_secs(600);
 const THREADS: usize = 8;
 
 #[test]

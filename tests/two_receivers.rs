@@ -22,7 +22,7 @@ use mooncake_relay::{
 
 use self::common::{Random, bytes::Pattern, eventually, hooked::Hooked, within};
 
-const WATCHDOG: Duration = Duration::from_secs(120);
+const WATCHDOG: Duration = Duration::from_secs(600);
 const ROUNDS: usize = 400;
 const MOST: usize = 1 << 20;
 
