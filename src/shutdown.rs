@@ -1,6 +1,7 @@
 //! How a relay ends.
 
 use std::{
+    mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     thread::{self, JoinHandle},
@@ -32,12 +33,20 @@ pub(crate) struct Shutdown {
 }
 
 /// The threads of one relay.
-#[derive(Default)]
 pub(crate) struct Threads {
     handles: Mutex<Vec<JoinHandle<()>>>,
-    running: Mutex<usize>,
+    state: Mutex<Count>,
     ended: Condvar,
 }
+
+#[derive(Default)]
+struct Count {
+    running: usize,
+    /// What the next one to end does before it goes.
+    last: Option<Job>,
+}
+
+type Job = Box<dyn FnOnce() + Send>;
 
 /// A thread that runs, while it lives.
 pub(crate) struct Running(Arc<Threads>);
@@ -73,8 +82,8 @@ impl Shutdown {
         core.end_quarantined();
         core.slots.credits().wake_waiting();
         core.bell().wake_all();
-        let spans = std::mem::take(&mut *self.spans.lock());
-        let spans_kept = let_go(core, spans, until);
+        let spans = mem::take(&mut *self.spans.lock());
+        let spans_kept = let_go(core, &self.threads, spans, until);
         let threads = self.threads.join(until);
         // After the threads: one may have been about to put a slot there.
         core.empty_quarantine();
@@ -96,26 +105,38 @@ impl Shutdown {
 ///
 /// An engine may wait for readers, so this happens on a thread of its own. If its time passes it goes
 /// on by itself: it keeps the core, hence the pages, until the engine has let go.
-fn let_go<M: Memory>(core: &Arc<Core<M>>, spans: Vec<Span>, until: Instant) -> usize {
+fn let_go<M: Memory>(
+    core: &Arc<Core<M>>,
+    threads: &Threads,
+    spans: Vec<Span>,
+    until: Instant,
+) -> usize {
     let all = spans.len();
-    let (tx, rx) = unbounded();
-    let closer = {
-        let (core, spans) = (Arc::clone(core), spans.clone());
-        let body = move || rid_of(core, &spans, until, tx);
-        // It panics where a thread's own locals are gone already.
-        let named = thread::Builder::new().name("relay-closer".to_owned());
-        catch_unwind(AssertUnwindSafe(|| named.spawn(body)))
-    };
-    let Ok(Ok(closer)) = closer else {
-        // Late is better than never: the engine is asked here, for as long as it takes.
+    let job = || {
         let (tx, rx) = unbounded();
-        rid_of(Arc::clone(core), &spans, until, tx);
-        return all - rx.try_iter().count();
+        let (core, spans) = (Arc::clone(core), spans.clone());
+        (move || rid_of(core, &spans, until, tx), rx)
+    };
+    let (body, rx) = job();
+    let named = thread::Builder::new().name("relay-closer".to_owned());
+    // It panics where a thread's own locals are gone already.
+    let closer = catch_unwind(AssertUnwindSafe(|| named.spawn(body)));
+    let (closer, rx) = match closer {
+        Ok(Ok(closer)) => (Some(closer), rx),
+        // The system has no thread to give: the first of ours that ends does it.
+        _ => {
+            let (body, rx) = job();
+            if let Err(body) = threads.give_last(Box::new(body)) {
+                // There is none: the engine is asked here, for as long as it takes.
+                body();
+            }
+            (None, rx)
+        }
     };
     let (freed, ended) = count_until(&rx, until);
     if ended {
         // A panic was caught and told before.
-        let _ = closer.join();
+        let _ = closer.map(JoinHandle::join);
     } else {
         tracing::error!(
             spans = all - freed,
@@ -148,7 +169,7 @@ fn rid_of<M: Memory>(core: Arc<Core<M>>, spans: &[Span], until: Instant, freed: 
     }
     if kept {
         // The engine may still touch the pages, so they are never unmapped.
-        std::mem::forget(core);
+        mem::forget(core);
     } else {
         drop(core);
     }
@@ -170,7 +191,7 @@ fn count_until(messages: &Receiver<()>, until: Instant) -> (usize, bool) {
 impl Threads {
     /// Counts a thread that is about to run.
     pub(crate) fn enter(self: &Arc<Self>) -> Running {
-        *self.running.lock() += 1;
+        self.state.lock().running += 1;
         Running(Arc::clone(self))
     }
 
@@ -179,19 +200,35 @@ impl Threads {
         self.handles.lock().push(handle);
     }
 
+    /// Has the next thread to end do that first. It comes back if there is none to wait for.
+    fn give_last(&self, job: Job) -> Result<(), Job> {
+        let inside = self.inside();
+        let mut state = self.state.lock();
+        if state.running <= inside {
+            return Err(job);
+        }
+        state.last = Some(job);
+        Ok(())
+    }
+
+    /// How many of them call this: a relay that is closed by a thread of its own cannot wait for it.
+    fn inside(&self) -> usize {
+        let own = thread::current().id();
+        usize::from(self.handles.lock().iter().any(|handle| handle.thread().id() == own))
+    }
+
     /// Waits until all have ended, or until `until`; how many have not.
     fn join(&self, until: Instant) -> usize {
-        let handles = std::mem::take(&mut *self.handles.lock());
-        let own = thread::current().id();
-        // A relay that is dropped on a thread of its own cannot wait for that thread.
-        let inside = usize::from(handles.iter().any(|handle| handle.thread().id() == own));
-        let mut running = self.running.lock();
-        while *running > inside {
-            if self.ended.wait_until(&mut running, until).timed_out() {
-                return *running - inside;
+        let inside = self.inside();
+        let handles = mem::take(&mut *self.handles.lock());
+        let mut state = self.state.lock();
+        while state.running > inside {
+            if self.ended.wait_until(&mut state, until).timed_out() {
+                return state.running - inside;
             }
         }
-        drop(running);
+        drop(state);
+        let own = thread::current().id();
         for handle in handles.into_iter().filter(|handle| handle.thread().id() != own) {
             // A panic was caught and told before.
             let _ = handle.join();
@@ -200,9 +237,22 @@ impl Threads {
     }
 }
 
+impl Default for Threads {
+    fn default() -> Self {
+        Self { handles: Mutex::default(), state: Mutex::default(), ended: Condvar::new() }
+    }
+}
+
 impl Drop for Running {
     fn drop(&mut self) {
-        *self.0.running.lock() -= 1;
-        self.0.ended.notify_all();
+        let Self(threads) = self;
+        let mut state = threads.state.lock();
+        while let Some(job) = state.last.take() {
+            drop(state);
+            job();
+            state = threads.state.lock();
+        }
+        state.running -= 1;
+        threads.ended.notify_all();
     }
 }
