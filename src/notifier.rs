@@ -279,7 +279,8 @@ impl<M: Memory> Core<M> {
     fn next_wake(&self, look: Look) -> Instant {
         let now = Instant::now();
         let mut wake = now + NAP;
-        let waits = self.puts.quarantined() > 0 || !self.tokens.backlog.is_empty();
+        let quarantined = self.puts.quarantined() > 0 && self.state() == State::Open;
+        let waits = quarantined || !self.tokens.backlog.is_empty();
         if waits || self.gets.any_to_interrupt() {
             wake = now + TICK;
         }
@@ -360,7 +361,7 @@ pub(crate) fn supervise<M: Memory>(core: &Arc<Core<M>>, body: impl FnOnce(&Core<
 impl<M: Memory> Core<M> {
     /// Ends everything that is open: the relay has failed.
     #[cold]
-    fn fail(&self, why: &str) {
+    pub(crate) fn fail(&self, why: &str) {
         if self.advance(State::Failed) {
             tracing::error!("{why}");
             self.end_puts(|_| true, || self.failed());

@@ -1,6 +1,9 @@
 //! The sender's side: how a put is published, and the ways in which it ends.
 
-use std::time::{Duration, Instant};
+use std::{
+    panic::{AssertUnwindSafe, catch_unwind},
+    time::{Duration, Instant},
+};
 
 use crate::{
     core::{Core, State},
@@ -85,7 +88,9 @@ impl<M: Memory> Core<M> {
             request: request.map_or(0, |request| self.ids.request(request)),
         };
         self.stamps.set(index, publication.stamp());
-        self.engine.publish(&publication);
+        if catch_unwind(AssertUnwindSafe(|| self.engine.publish(&publication))).is_err() {
+            self.fail("the engine panicked while it published a slot");
+        }
         // Before the metadata leaves, hence before anybody can know the id.
         self.puts.open(&seen, Entry { slot, completer: Some(completer), publication, ended: now });
         self.counters.puts.count();
@@ -93,7 +98,7 @@ impl<M: Memory> Core<M> {
         if self.state() != State::Open {
             // A close that ran before `open` has not seen this put. The fence in `wake_notifier_by`
             // stands between the two.
-            self.end_put(id, Error::Closed);
+            self.end_put(id, self.check_open().err().unwrap_or(Error::Closed));
         }
         (publication, token)
     }
@@ -138,7 +143,8 @@ impl<M: Memory> Core<M> {
     /// Asks again after each quarantined slot, and lets go of those that are quiet; how many.
     pub(crate) fn visit_quarantine(&self, now: Instant) -> usize {
         let mut let_go = 0;
-        if self.puts.quarantined() == 0 {
+        // Of a relay that has failed nobody gets a slot, and its engine may panic if it is asked.
+        if self.puts.quarantined() == 0 || self.state() == State::Failed {
             return let_go;
         }
         for seen in self.puts.each().filter(|seen| seen.quarantined) {
@@ -146,9 +152,9 @@ impl<M: Memory> Core<M> {
             let over = now.saturating_duration_since(entry.ended) >= self.times.quarantine;
             let quiet = if over {
                 // An engine that cannot know: the stamp protects the reader from here on.
-                self.engine.cut(&entry.publication) != Retracted::Reading
+                self.ask(|| self.engine.cut(&entry.publication)) != Retracted::Reading
             } else {
-                self.engine.retract(&entry.publication) == Retracted::Quiet
+                self.ask(|| self.engine.retract(&entry.publication)) == Retracted::Quiet
             };
             if quiet {
                 if over {
@@ -228,7 +234,7 @@ impl<M: Memory> Core<M> {
         let slot = entry.publication.slot();
         // First the stamp, then the range: whoever still reads the bytes finds the stamp retired.
         self.stamps.retire(slot);
-        let retracted = self.engine.retract(&entry.publication);
+        let retracted = self.ask(|| self.engine.retract(&entry.publication));
         self.count_end(&outcome);
         let acknowledged = outcome.is_ok();
         if retracted == Retracted::Quiet || (retracted == Retracted::Unknown && acknowledged) {
@@ -256,6 +262,15 @@ impl<M: Memory> Core<M> {
         if let Err(error) = outcome {
             tell(completer, Err(error));
         }
+    }
+
+    /// What the engine says of a slot. One that panics fails the relay; whether somebody reads the slot
+    /// is not known then, and nobody gets it before the relay is closed.
+    fn ask(&self, engine: impl FnOnce() -> Retracted) -> Retracted {
+        catch_unwind(AssertUnwindSafe(engine)).unwrap_or_else(|_| {
+            self.fail("the engine panicked when it was asked about a slot");
+            Retracted::Reading
+        })
     }
 
     fn quarantine(&self, id: TransferId, entry: Entry<M>) {
