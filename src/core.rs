@@ -17,6 +17,7 @@ use crate::{
     memory::{Host, Memory, Span},
     peers::Peers,
     pool::{Pool, Slot, Stamps},
+    process,
     puts::Puts,
     sender::Entry,
     sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence},
@@ -171,8 +172,9 @@ impl<M: Memory> Core<M> {
         moved
     }
 
-    /// Fails unless the relay is open.
+    /// Fails unless the relay is open, and of this process.
     pub(crate) fn check_open(&self) -> Result<()> {
+        process::check()?;
         match self.state() {
             State::Open => Ok(()),
             State::Closed => Err(Error::Closed),

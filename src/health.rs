@@ -12,6 +12,7 @@ use crate::{
     counters::Counters,
     memory::Memory,
     peers::Trust,
+    process,
     puts::Seen,
     sync::atomic::Ordering,
 };
@@ -36,7 +37,8 @@ use crate::{
 #[non_exhaustive]
 pub struct Health {
     /// `"healthy"`, `"degraded"` (the last looks at the engine failed, so that nothing is heard of
-    /// peers), `"failed"` (a thread of the relay, or its engine, panicked) or `"closed"`.
+    /// peers), `"failed"` (a thread of the relay, or its engine, panicked), `"closed"` or `"forked"` (this is a
+    /// forked child: the relay is its parent's, and nothing is known of it here).
     pub status: &'static str,
     /// Why the last look at the engine failed; none once a look works again.
     pub engine_error: Option<String>,
@@ -170,6 +172,10 @@ const DEGRADED: u32 = 3;
 
 impl Health {
     pub(crate) fn of<M: Memory>(core: &Core<M>, protocol: &str) -> Self {
+        let unknown = Self::unknown(core, protocol);
+        if !process::is_here() {
+            return unknown;
+        }
         let now = core.ticks(Instant::now());
         let holder = |seen: &Seen| Holder {
             slot: seen.id.slot,
@@ -191,14 +197,6 @@ impl Health {
                 State::Closed => "closed",
             },
             engine_error: core.poll_failure.lock().clone(),
-            engine_id: core.engine_id.to_string(),
-            session_id: core.session_id.to_string(),
-            instance: core.ids.instance().to_string(),
-            protocol: protocol.to_owned(),
-            device: core.slots.memory().device(),
-            huge_pages: core.slots.memory().huge(),
-            slot_size: core.slots.slot_size(),
-            credits: core.puts.slots() as u32,
             free: core.slots.credits().free(),
             published: published.len(),
             quarantined: quarantined.iter().map(holder).collect(),
@@ -216,6 +214,36 @@ impl Health {
             }),
             peers: peers(core),
             counters: AllCounters { relay: core.counters.now(), engine },
+            ..unknown
+        }
+    }
+
+    /// What never changes, so that no lock is met: a forked child may have inherited it held.
+    fn unknown<M: Memory>(core: &Core<M>, protocol: &str) -> Self {
+        Self {
+            status: "forked",
+            engine_error: None,
+            engine_id: core.engine_id.to_string(),
+            session_id: core.session_id.to_string(),
+            instance: core.ids.instance().to_string(),
+            protocol: protocol.to_owned(),
+            device: core.slots.memory().device(),
+            huge_pages: core.slots.memory().huge(),
+            slot_size: core.slots.slot_size(),
+            credits: core.puts.slots() as u32,
+            free: 0,
+            published: 0,
+            quarantined: Vec::new(),
+            waiting: 0,
+            receive_free: 0,
+            queued: 0,
+            reading: 0,
+            unwanted: 0,
+            receive_kept: 0,
+            oldest: None,
+            oldest_get: None,
+            peers: Vec::new(),
+            counters: AllCounters::default(),
         }
     }
 }

@@ -35,6 +35,8 @@ mod error;
 mod identity;
 #[cfg(not(loom))]
 mod ids;
+#[allow(unsafe_code)] // maps a page that is wiped in a forked child
+mod process;
 mod sync;
 #[cfg(not(loom))]
 mod wait;

@@ -19,6 +19,7 @@ use crate::{
     metadata::{Metadata, Put},
     notifier,
     pool::{Pool, Slot, Stamps},
+    process,
     shutdown::{Shutdown, Threads},
     tensor::Tensor,
     token::Token,
@@ -36,7 +37,8 @@ const SCRATCH: usize = 64;
 /// Moves tensors to and from peers.
 ///
 /// `Send` and `Sync`: any thread may call any method, as [`guide::threads`](crate::guide::threads)
-/// says in full. Dropping it closes it, as [`close`](Self::close) with a `timeout` of 5 s does.
+/// says in full. Dropping it closes it, as [`close`](Self::close) with a `timeout` of 5 s does. In a
+/// forked child every call is [`Error::Config`], and dropping it does nothing.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -182,6 +184,7 @@ impl<M: Memory> Relay<M> {
         engine: Arc<dyn Engine>,
         config: &Config,
     ) -> Result<Self> {
+        process::enter()?;
         let config = config.check()?;
         let cores = affinity::allowed().len();
         let all = config.credits as usize + config.receive_credits as usize;
@@ -372,6 +375,7 @@ impl<M: Memory> Relay<M> {
     ///
     /// [`Error::Stale`] if nothing of that transfer is open here.
     pub fn abort(&self, metadata: &Metadata) -> Result<()> {
+        process::check()?;
         let remote = metadata.remote();
         let own = remote.identity.filter(|identity| self.core.is_own(identity.instance));
         let put = own.is_some_and(|own| self.core.end_put(own.id, Error::Aborted));
@@ -398,6 +402,9 @@ impl<M: Memory> Relay<M> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn cleanup(&self, request_id: &str) -> usize {
+        if !process::is_here() {
+            return 0;
+        }
         let number = self.core.ids.request(request_id);
         let puts = self.core.end_puts(|seen| seen.request == number, || Error::Aborted);
         let gets = self
@@ -439,6 +446,9 @@ impl<M: Memory> Relay<M> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn close(&self, timeout: Duration) -> Closed {
+        if !process::is_here() {
+            return Closed::default();
+        }
         self.shutdown.close(&self.core, deadline_after(Instant::now(), timeout))
     }
 

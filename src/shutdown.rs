@@ -17,6 +17,7 @@ use crate::{
     error::{Error, Result},
     health::Closed,
     memory::{Memory, Span},
+    process,
 };
 
 /// How long channels without room may take what they are owed; who closes may be the one to read
@@ -240,6 +241,15 @@ impl Threads {
 impl Default for Threads {
     fn default() -> Self {
         Self { handles: Mutex::default(), state: Mutex::default(), ended: Condvar::new() }
+    }
+}
+
+impl Drop for Threads {
+    fn drop(&mut self) {
+        if !process::is_here() {
+            // A forked child has the handles and none of the threads.
+            mem::forget(mem::take(self.handles.get_mut()));
+        }
     }
 }
 

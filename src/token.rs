@@ -29,6 +29,7 @@ use parking_lot::Mutex;
 use crate::backlog::Backlog;
 use crate::{
     error::{Error, Result},
+    process,
     sync::{
         Arc, Sender, UnsafeCell,
         atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering},
@@ -393,6 +394,9 @@ impl<T: Send + 'static> Token<T> {
     /// ```
     pub fn poll(&mut self) -> Option<Result<T>> {
         let end = self.end.as_ref()?;
+        if !process::is_here() {
+            return self.forked();
+        }
         if !end.cell().is_done() {
             end.home.driver()?.step();
             if !end.cell().is_done() {
@@ -469,10 +473,17 @@ impl<T: Send + 'static> Token<T> {
     /// # Ok::<(), Error>(())
     /// ```
     pub fn attach(mut self, tx: &Sender<Completion<T>>, tag: u64) {
-        let Some(end) = self.end.take() else { return };
+        let Some(end) = self.end.take().filter(|_| process::is_here()) else { return };
         if !end.listen(Listener::Channel(tx.clone(), tag)) {
             end.send(tx.clone(), tag);
         }
+    }
+
+    /// A forked child has no part in it.
+    #[cold]
+    fn forked(&mut self) -> Option<Result<T>> {
+        self.end = None;
+        Some(Err(process::forked()))
     }
 
     fn take(&mut self) -> Option<Result<T>> {
@@ -483,6 +494,9 @@ impl<T: Send + 'static> Token<T> {
 
     fn wait_until(&mut self, until: Option<Instant>) -> Option<Result<T>> {
         let end = self.end.as_ref()?;
+        if !process::is_here() {
+            return self.forked();
+        }
         if !end.cell().is_done()
             && let Some(driver) = end.home.driver()
         {

@@ -12,6 +12,7 @@ use crate::{
     error::{Error, Result},
     gets::{Handle, Job, What},
     memory::Host,
+    process,
     tensor::Tensor,
     wait::deadline_after,
 };
@@ -59,7 +60,7 @@ impl View {
 
     /// Whether it holds no more. Asked after a use of the bytes, it says whether that use was good.
     pub fn is_gone(&self) -> bool {
-        !self.viewed.holds() || Instant::now() >= self.what.deadline
+        !process::is_here() || !self.viewed.holds() || Instant::now() >= self.what.deadline
     }
 
     /// Copies all of it to the front of `dest`.
@@ -93,6 +94,7 @@ impl View {
     }
 
     fn check(&self) -> Result<()> {
+        process::check()?;
         if self.is_gone() {
             return Err(gone(&self.what));
         }
@@ -102,6 +104,9 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
+        if !process::is_here() {
+            return;
+        }
         let held = self.viewed.end();
         self.core.end_view(self.handle, &self.what, held);
     }

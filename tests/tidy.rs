@@ -8,7 +8,7 @@ use std::{
 
 /// The layers, lowest first: a file may use its own layer and the ones below it.
 const LAYERS: &[&[&str]] = &[
-    &["error", "sync", "identity", "ids", "affinity", "doorbell", "wait", "words"],
+    &["error", "sync", "identity", "ids", "affinity", "process", "doorbell", "wait", "words"],
     &["memory"],
     &["engine"],
     &["backlog", "pool", "puts", "token"],
@@ -31,6 +31,7 @@ const ROOMS: &[&str] = &[
     "memory",
     "pool/slot.rs",
     "pool/stamps.rs",
+    "process.rs",
     "puts.rs",
     "shutdown.rs",
     "token.rs",

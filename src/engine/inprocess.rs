@@ -22,6 +22,7 @@ use crate::{
     doorbell::Doorbell,
     error::{Error, Result},
     memory::Span,
+    process,
     sync::atomic::{AtomicBool, Ordering},
 };
 
@@ -66,6 +67,7 @@ impl InProcessEngine {
     ///
     /// [`Error::Config`] if the name is empty, or while another engine of this process has it.
     pub fn new(name: &str) -> Result<Self> {
+        process::enter()?;
         if name.is_empty() {
             return Err(Error::config("name", "an engine needs a name to be found by"));
         }
@@ -115,6 +117,7 @@ impl Engine for InProcessEngine {
     }
 
     fn start(&self, instance: &Instance) -> Result<()> {
+        process::check()?;
         let mut state = self.peer.state.write();
         if let State::Started(_) = *state {
             return Err(Error::config(
@@ -130,11 +133,15 @@ impl Engine for InProcessEngine {
     }
 
     fn stop(&self, _deadline: Instant) {
+        if !process::is_here() {
+            return;
+        }
         *self.peer.state.write() = State::Stopped;
         self.peer.bell.ring();
     }
 
     unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
+        process::check()?;
         if span.len == 0 {
             return Err(Error::config("span", "no bytes to register"));
         }
@@ -150,6 +157,7 @@ impl Engine for InProcessEngine {
     }
 
     fn unregister(&self, span: Span) -> Result<()> {
+        process::check()?;
         match self.peer.spans.lock().iter_mut().find(|known| known.span == span) {
             // From here on nothing in it is published.
             Some(known) => known.leaving = true,
@@ -166,6 +174,7 @@ impl Engine for InProcessEngine {
     }
 
     fn connect(&self, peer: &str, _deadline: Instant) -> Result<()> {
+        process::check()?;
         find(peer).map(drop)
     }
 
@@ -175,6 +184,9 @@ impl Engine for InProcessEngine {
         mut local: LocalBuffer,
         deadline: Instant,
     ) -> Result<Filled, ReadError> {
+        if let Err(error) = process::check() {
+            return Err(ReadError { error, buffer: Some(local) });
+        }
         let outcome = match local.bytes_mut() {
             Some(dest) => fill(remote, dest, deadline),
             None => Err(device_memory()),
@@ -193,6 +205,9 @@ impl Engine for InProcessEngine {
     ) -> Option<Result<()>> {
         // Without an identity nothing could be verified before `dest` is written.
         remote.identity?;
+        if let Err(error) = process::check() {
+            return Some(Err(error));
+        }
         Some(fill(remote, dest, deadline).map(drop))
     }
 
@@ -202,6 +217,9 @@ impl Engine for InProcessEngine {
         local: LocalBuffer,
         deadline: Instant,
     ) -> Result<LocalBuffer, ReadError> {
+        if let Err(error) = process::check() {
+            return Err(ReadError { error, buffer: Some(local) });
+        }
         let outcome = match local.bytes() {
             Some(source) => overwrite(remote, source, deadline),
             None => Err(device_memory()),
@@ -213,6 +231,7 @@ impl Engine for InProcessEngine {
     }
 
     fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()> {
+        process::check()?;
         in_time(deadline)?;
         let peer = find(peer)?;
         {
@@ -233,6 +252,7 @@ impl Engine for InProcessEngine {
     }
 
     fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
+        process::check()?;
         // What `events` itself causes waits for the next call, so that this one ends.
         for _ in 0..self.peer.inbox.len() {
             let Some(note) = self.peer.inbox.pop() else { break };
@@ -242,6 +262,9 @@ impl Engine for InProcessEngine {
     }
 
     fn publish(&self, slot: &Publication) {
+        if !process::is_here() {
+            return;
+        }
         // Held over the publication: no `unregister` comes between the two.
         let spans = self.peer.spans.lock();
         let is_known = |span: Span| {
@@ -263,10 +286,16 @@ impl Engine for InProcessEngine {
     }
 
     fn retract(&self, slot: &Publication) -> Retracted {
+        if !process::is_here() {
+            return Retracted::Unknown;
+        }
         self.peer.exports.retract(slot)
     }
 
     fn cut(&self, slot: &Publication) -> Retracted {
+        if !process::is_here() {
+            return Retracted::Unknown;
+        }
         self.peer.exports.cut(slot)
     }
 
@@ -277,6 +306,9 @@ impl Engine for InProcessEngine {
 
 impl Drop for InProcessEngine {
     fn drop(&mut self) {
+        if !process::is_here() {
+            return;
+        }
         *self.peer.state.write() = State::Stopped;
         PEERS.write().remove(&*self.peer.name);
     }

@@ -1,7 +1,7 @@
 //! Copies into and out of slots.
 
 use std::{
-    ptr,
+    mem, ptr,
     sync::{
         Arc, OnceLock,
         atomic::{AtomicUsize, Ordering},
@@ -13,7 +13,7 @@ use parking_lot::{Condvar, Mutex};
 use rayon::{ThreadPool, ThreadPoolBuilder};
 
 use super::stream::Stream;
-use crate::affinity;
+use crate::{affinity, process};
 
 // What `benches/copy.rs` showed: see `benches/RESULTS.md`.
 
@@ -112,6 +112,11 @@ impl Copier {
 
 impl Drop for Copier {
     fn drop(&mut self) {
+        if !process::is_here() {
+            // A forked child has the pool and none of its threads.
+            mem::forget((self.pool.take(), mem::take(&mut self.handles)));
+            return;
+        }
         // rayon only asks its threads to end; a closed relay has none left.
         drop(self.pool.take());
         for handle in self.handles.lock().drain(..) {

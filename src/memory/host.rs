@@ -18,7 +18,10 @@ use super::{
     huge::{self, HUGE_PAGE},
     limits,
 };
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    process,
+};
 
 /// Page-aligned host memory: a memfd, populated when it is made, and not there in a forked child.
 ///
@@ -121,6 +124,10 @@ impl Host {
 
 impl Drop for Host {
     fn drop(&mut self) {
+        if !process::is_here() {
+            // It is not there in a forked child: something else may be.
+            return;
+        }
         // SAFETY: the mapping is ours, whole, and nothing outlives `self`.
         let unmapped = unsafe { munmap(self.span.ptr.as_ptr().cast(), self.span.len) };
         debug_assert!(unmapped.is_ok(), "a mapping of one's own can be unmapped");

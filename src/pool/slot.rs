@@ -14,6 +14,7 @@ use crate::{
     error::{Error, Result},
     identity::Identity,
     memory::{Host, Memory, Purpose, Span},
+    process,
     sync::atomic::{AtomicIsize, Ordering},
 };
 
@@ -79,6 +80,9 @@ impl<M: Memory> Pool<M> {
 
 impl<M: Memory> Lender for Pool<M> {
     fn give_back(&self, index: u32) {
+        if !process::is_here() {
+            return;
+        }
         // Before the slot is free, so that whoever sees it free does not see it kept.
         self.kept.fetch_sub(1, Ordering::Relaxed);
         self.credits.give_back(index);
@@ -92,7 +96,8 @@ impl<M: Memory> Lender for Pool<M> {
 /// Exclusive use of one slot; dropping it returns the credit.
 ///
 /// On the host it is a `[u8]` that starts page-aligned. The bytes of a fresh slot are whatever an
-/// earlier transfer left there. A slot outlives its relay: the memory goes with the last of them.
+/// earlier transfer left there. A slot outlives its relay: the memory goes with the last of them. In a
+/// forked child the memory is not there: touching it ends the child, dropping the slot does nothing.
 ///
 /// ```
 /// # use mooncake_relay::*; let engine = InProcessEngine::new("doc-slot")?;
@@ -201,7 +206,10 @@ impl DerefMut for Slot<Host> {
 
 impl<M: Memory> Drop for Slot<M> {
     fn drop(&mut self) {
-        self.pool.credits.give_back(self.index);
+        // A forked child's copy of it is nobody's slot.
+        if process::is_here() {
+            self.pool.credits.give_back(self.index);
+        }
     }
 }
 

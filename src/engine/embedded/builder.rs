@@ -16,7 +16,10 @@ use super::{
     EmbeddedEngine,
     address::{Address, Advertised, resolve},
 };
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    process,
+};
 
 /// The kernel lowers it to `net.core.somaxconn`.
 const BACKLOG: i32 = 1024;
@@ -169,6 +172,7 @@ impl EmbeddedBuilder {
     /// [`Error::Config`] for a field that cannot work, `listen` and `advertise` among them, and
     /// [`Error::Io`] of the kind [`AddrInUse`](io::ErrorKind::AddrInUse) if somebody listens there.
     pub fn bind(self) -> Result<EmbeddedEngine> {
+        process::enter()?;
         if self.limits.connections == 0 {
             return Err(Error::config("max_connections", "must be at least 1"));
         }

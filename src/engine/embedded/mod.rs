@@ -40,6 +40,7 @@ use crate::{
     doorbell::Doorbell,
     error::{Error, Result},
     memory::Span,
+    process,
 };
 
 /// How long reads that were cut may take to let go of memory that is to be unmapped.
@@ -139,6 +140,11 @@ impl EmbeddedEngine {
         Self { shared, client, control, data, state }
     }
 
+    /// What the calls use; `None` in a forked child, which has no part in it.
+    fn here(&self) -> Option<&Shared> {
+        process::is_here().then_some(&*self.shared)
+    }
+
     /// Has the server look for what was cut.
     fn wake(&self) {
         if let State::Running(server) = &*self.state.lock() {
@@ -157,6 +163,7 @@ impl Engine for EmbeddedEngine {
     }
 
     fn start(&self, instance: &Instance) -> Result<()> {
+        process::check()?;
         let mut state = self.state.lock();
         let listeners = match mem::replace(&mut *state, State::Stopped) {
             State::Bound(listeners) => listeners,
@@ -178,6 +185,9 @@ impl Engine for EmbeddedEngine {
     }
 
     fn stop(&self, _deadline: Instant) {
+        if !process::is_here() {
+            return;
+        }
         let mut state = self.state.lock();
         let server = match mem::replace(&mut *state, State::Stopping) {
             State::Running(server) => server,
@@ -196,18 +206,24 @@ impl Engine for EmbeddedEngine {
     }
 
     fn local(&self) -> Option<Arc<str>> {
+        self.here()?;
         self.shared.local.name()
     }
 
     fn backed_by(&self, span: Span, slots: u32, fd: BorrowedFd<'_>) {
+        if !process::is_here() {
+            return;
+        }
         self.shared.local.backed_by(span, slots, fd);
     }
 
     fn way(&self, peer: &str) -> Option<&'static str> {
+        self.here()?;
         Some(if self.shared.local.is_met(peer) { "local" } else { "tcp" })
     }
 
     unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
+        process::check()?;
         if span.len == 0 {
             return Err(Error::config("span", "memory of no length cannot be registered"));
         }
@@ -220,6 +236,7 @@ impl Engine for EmbeddedEngine {
     }
 
     fn unregister(&self, span: Span) -> Result<()> {
+        process::check()?;
         let deadline = Instant::now() + UNREGISTER;
         let access = {
             let mut spans = self.shared.spans.lock();
@@ -246,6 +263,7 @@ impl Engine for EmbeddedEngine {
     }
 
     fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
+        process::check()?;
         if self.shared.local.is_met(peer) {
             return Ok(());
         }
@@ -258,6 +276,9 @@ impl Engine for EmbeddedEngine {
         mut local: LocalBuffer,
         deadline: Instant,
     ) -> Result<Filled, ReadError> {
+        if let Err(error) = process::check() {
+            return Err(ReadError { error, buffer: Some(local) });
+        }
         let read = local.bytes_mut();
         match read.and_then(|dest| self.shared.local.read(remote, dest, deadline)) {
             Some(Ok(())) => return Ok(Filled { buffer: local, verified: true }),
@@ -273,6 +294,9 @@ impl Engine for EmbeddedEngine {
         dest: &mut [u8],
         deadline: Instant,
     ) -> Option<Result<()>> {
+        if let Err(error) = process::check() {
+            return Some(Err(error));
+        }
         if let Some(read) = self.shared.local.read(remote, dest, deadline) {
             return Some(read);
         }
@@ -280,6 +304,9 @@ impl Engine for EmbeddedEngine {
     }
 
     fn view(&self, remote: &RemoteBuffer, deadline: Instant) -> Option<Result<Box<dyn Viewed>>> {
+        if let Err(error) = process::check() {
+            return Some(Err(error));
+        }
         let sight = self.shared.local.view(remote, deadline)?;
         Some(sight.map(|sight| Box::new(sight) as Box<dyn Viewed>))
     }
@@ -290,10 +317,14 @@ impl Engine for EmbeddedEngine {
         local: LocalBuffer,
         deadline: Instant,
     ) -> Result<LocalBuffer, ReadError> {
-        self.client.write(remote, local, deadline)
+        match process::check() {
+            Ok(()) => self.client.write(remote, local, deadline),
+            Err(error) => Err(ReadError { error, buffer: Some(local) }),
+        }
     }
 
     fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()> {
+        process::check()?;
         match self.shared.local.notify(peer, note, deadline) {
             Some(told) => told,
             None => self.client.notify(peer, note, deadline),
@@ -301,6 +332,7 @@ impl Engine for EmbeddedEngine {
     }
 
     fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
+        process::check()?;
         let shared = &*self.shared;
         // Notes come in the order in which one thread has sent them, whichever way they came.
         let look = shared.local.look();
@@ -331,6 +363,9 @@ impl Engine for EmbeddedEngine {
     }
 
     fn publish(&self, slot: &Publication) {
+        if !process::is_here() {
+            return;
+        }
         // Held until it is published, so that nothing is that was just unregistered.
         let spans = self.shared.spans.lock();
         let known = |wanted: Span| {
@@ -348,12 +383,18 @@ impl Engine for EmbeddedEngine {
     }
 
     fn retract(&self, slot: &Publication) -> Retracted {
+        if !process::is_here() {
+            return Retracted::Unknown;
+        }
         let local = self.shared.local.retract(slot);
         let served = self.shared.exports.retract(slot);
         if local == Retracted::Reading { local } else { served }
     }
 
     fn cut(&self, slot: &Publication) -> Retracted {
+        if !process::is_here() {
+            return Retracted::Unknown;
+        }
         self.shared.local.cut(slot);
         let retracted = self.shared.exports.cut(slot);
         if retracted == Retracted::Reading {
@@ -363,20 +404,29 @@ impl Engine for EmbeddedEngine {
     }
 
     fn doorbell(&self) -> Option<&Doorbell> {
-        Some(self.shared.inbox.bell())
+        // Its word is not there in a forked child.
+        self.here().map(|shared| shared.inbox.bell())
     }
 
     fn interrupt(&self, span: Span) {
+        if !process::is_here() {
+            return;
+        }
         // Ended, not waited for: the deadline has passed.
         self.client.end_reads_into(span, Instant::now());
         self.shared.local.end_inside(span, Instant::now());
     }
 
     fn tend(&self) {
-        self.client.tend();
+        if self.here().is_some() {
+            self.client.tend();
+        }
     }
 
     fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
+        if !process::is_here() {
+            return;
+        }
         self.shared.local.counters(each);
         self.client.counters(each);
         let counters = &self.shared.counters;
@@ -396,7 +446,11 @@ impl Engine for EmbeddedEngine {
 
 impl Drop for EmbeddedEngine {
     fn drop(&mut self) {
-        self.stop(Instant::now());
+        if self.here().is_some() {
+            return self.stop(Instant::now());
+        }
+        // The thread is the parent's, and there is nothing here to end or to join.
+        mem::forget(mem::replace(self.state.get_mut(), State::Stopped));
     }
 }
 

@@ -18,6 +18,7 @@ use crate::{
     engine::Notification,
     error::{Error, Result},
     memory::Span,
+    process,
 };
 
 /// How long memory may take to be let go of by transfers that were given up.
@@ -99,6 +100,7 @@ impl MooncakeConnection {
     /// [`Error::Config`] if nothing is registered there, so also the second time. After any other
     /// error the memory may still be touched.
     pub fn deregister_memory(&self, addr: *mut u8) -> Result<()> {
+        process::check()?;
         let known = self.shared.spans.at(addr.expose_provenance() as u64);
         let known = known.ok_or_else(|| Error::config("addr", "nothing is registered there"))?;
         self.shared.spans.unregister(&self.shared.native, known, UNREGISTER)
@@ -178,6 +180,7 @@ impl MooncakeConnection {
         if remote.checked_add(len as u64).is_none() {
             return Err(Error::config("remote", "address and length run past the end of memory"));
         }
+        process::check()?;
         let lease = shared.spans.lease(local)?;
         let until = shared.until(deadline, [local])?;
         let peer = shared.peers.find(peer, shared.p2p)?;
@@ -232,6 +235,7 @@ impl MooncakeConnection {
     ///
     /// [`Error::Engine`] if there is no memory for them.
     pub fn get_notifies(&self) -> Result<Vec<Notification>> {
+        process::check()?;
         let mut refused = 0;
         let notes = self.shared.native.notes(&mut refused);
         if refused > 0 {
@@ -255,6 +259,7 @@ impl MooncakeConnection {
     ///
     /// The first one of [`deregister_memory`](Self::deregister_memory): memory may still be touched.
     pub fn close(&self) -> Result<()> {
+        process::check()?;
         self.shared.stop();
         let mut first = Ok(());
         for span in self.shared.own_spans() {

@@ -36,6 +36,7 @@ use super::{
 use crate::{
     error::{Error, Result},
     memory::Span,
+    process,
 };
 
 /// The real Mooncake Transfer Engine: RDMA, NVLink, or TCP between Mooncake's own processes.
@@ -180,6 +181,7 @@ impl Engine for MooncakeEngine {
     }
 
     fn start(&self, _instance: &Instance) -> Result<()> {
+        process::check()?;
         let mut is_started = self.is_started.lock();
         if *is_started {
             let reason = "another relay uses this engine: close it first, or open another";
@@ -193,6 +195,9 @@ impl Engine for MooncakeEngine {
     }
 
     fn stop(&self, _deadline: Instant) {
+        if !process::is_here() {
+            return;
+        }
         let mut is_started = self.is_started.lock();
         if *is_started {
             self.connection.shared.stop();
@@ -272,6 +277,9 @@ impl Engine for MooncakeEngine {
 
     fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
         let shared = &self.connection.shared;
+        if !process::is_here() {
+            return;
+        }
         let counters = &shared.counters;
         each("batches", counters.batches.load(Ordering::Relaxed));
         each("batches_freed", counters.freed.load(Ordering::Relaxed));

@@ -20,6 +20,7 @@ use crate::{
     engine::Notification,
     error::{Error, Result},
     memory::Span,
+    process,
 };
 
 /// An engine of the library, destroyed when it is dropped.
@@ -273,6 +274,10 @@ impl Native {
 
 impl Drop for Native {
     fn drop(&mut self) {
+        if !process::is_here() {
+            // It would wait for its threads, which a forked child has not.
+            return;
+        }
         // SAFETY: whoever has a batch of it keeps it alive, so that no transfer is under way; it is
         // dropped once.
         unsafe { (self.library.api().destroyTransferEngine)(self.engine.as_ptr()) };

@@ -27,6 +27,7 @@ use crate::{
     engine::{Lender, LocalBuffer},
     error::{Error, Result},
     memory::{Host, Memory, PAGE, Purpose, Span},
+    process,
 };
 
 pub(super) struct Shared {
@@ -81,6 +82,7 @@ struct Call {
 
 impl Shared {
     pub(super) fn open(config: &MooncakeConfig) -> Result<Arc<Self>> {
+        process::enter()?;
         let checked = config.check()?;
         let scratch = Arc::new(Scratch::new()?);
         let native = Native::open(config, &checked)?;
@@ -162,6 +164,9 @@ impl Shared {
     /// Has a thread look after what is parked. Where the system has none, it is tried again by the
     /// next call.
     pub(super) fn see_to_the_parked(self: &Arc<Self>) {
+        if !process::is_here() {
+            return;
+        }
         let mut parked = self.parked.lock();
         if parked.batches.is_empty() || parked.reaping {
             return;
@@ -199,6 +204,9 @@ impl Shared {
 
     /// Ends the wait for what fills these bytes.
     pub(super) fn interrupt(&self, span: Span) {
+        if !process::is_here() {
+            return;
+        }
         for call in &mut self.calls.lock().spans {
             call.cut |= call.span.overlaps(span);
         }
@@ -210,6 +218,7 @@ impl Shared {
         deadline: Instant,
         spans: impl IntoIterator<Item = Span>,
     ) -> Result<Until<'_>> {
+        process::check()?;
         let stops = self.stops.load(Ordering::SeqCst);
         if self.stopped.load(Ordering::SeqCst) {
             return Err(Error::Closed);

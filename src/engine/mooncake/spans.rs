@@ -15,6 +15,7 @@ use super::native::{Native, broken};
 use crate::{
     error::{Error, Result},
     memory::Span,
+    process,
 };
 
 #[derive(Debug, Default)]
@@ -46,6 +47,7 @@ impl Spans {
     /// The span stays mapped until it is unregistered with `Ok`, or the engine is destroyed.
     #[allow(unsafe_code)] // hands it on to the engine
     pub(super) unsafe fn register(&self, native: &Native, span: Span, remote: bool) -> Result<()> {
+        process::check()?;
         if span.len == 0 {
             return Err(Error::config("span", "memory of no length cannot be registered"));
         }
@@ -62,6 +64,7 @@ impl Spans {
 
     /// Forgets it once no transfer touches it. After an error it may still be touched.
     pub(super) fn unregister(&self, native: &Native, span: Span, limit: Duration) -> Result<()> {
+        process::check()?;
         let known = {
             let spans = self.0.write();
             let known = spans.iter().find(|known| known.span == span);

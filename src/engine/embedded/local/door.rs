@@ -143,6 +143,12 @@ impl Door {
     }
 }
 
+impl Drop for Door {
+    fn drop(&mut self) {
+        socket::shut(&self.listener);
+    }
+}
+
 /// Makes the pair's region, and tells the reader what there is.
 fn admit(hello: &Hello, guest: OwnedFd, local: &Local) -> io::Result<Arc<Reader>> {
     let refused = |why: &str| io::Error::new(io::ErrorKind::InvalidData, why);

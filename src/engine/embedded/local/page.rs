@@ -22,6 +22,7 @@ use rustix::{
 use crate::{
     doorbell::Word,
     memory::{Copier, PAGE, Span},
+    process,
 };
 
 /// Nobody can shorten it, and so make a reader fault.
@@ -165,6 +166,10 @@ impl Word for Pages {
 
 impl Drop for Pages {
     fn drop(&mut self) {
+        if !process::is_here() {
+            // It is not there in a forked child: something else may be.
+            return;
+        }
         // SAFETY: the mapping is ours, whole, and nothing outlives `self`.
         let unmapped = unsafe { munmap(self.span.ptr.as_ptr().cast(), self.span.len) };
         debug_assert!(unmapped.is_ok(), "a mapping of one's own can be unmapped");

@@ -20,6 +20,7 @@ use super::{
 };
 use crate::{
     engine::{Instance, Notification, Publication},
+    process,
     words::{self, FREE, REVOKED},
 };
 
@@ -134,7 +135,9 @@ impl Reader {
 
 impl Drop for Reader {
     fn drop(&mut self) {
-        socket::shut(&self.socket);
+        if process::is_here() {
+            socket::shut(&self.socket);
+        }
     }
 }
 

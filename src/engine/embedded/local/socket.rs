@@ -115,7 +115,7 @@ pub(super) fn is_open(fd: &OwnedFd) -> bool {
     }
 }
 
-/// Ends the connection, also where a forked child still has the descriptor.
+/// Ends the connection, or the listening, also where a forked child still has the descriptor.
 pub(super) fn shut(fd: &OwnedFd) {
     let _ = shutdown(fd, Shutdown::Both);
 }

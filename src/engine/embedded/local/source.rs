@@ -26,7 +26,7 @@ use crate::{
     engine::{Instance, Notification, RemoteBuffer, Viewed},
     error::{Error, Result},
     memory::{Copier, Span},
-    words,
+    process, words,
 };
 
 /// How much is copied between two looks at whether the read is still wanted.
@@ -116,6 +116,9 @@ impl Source {
 
     /// Nothing is read from it any more.
     pub(super) fn leave(&self) {
+        if !process::is_here() {
+            return;
+        }
         // Before the socket ends: from then on the peer does not look at our pins.
         self.gone.store(true, Ordering::SeqCst);
         socket::shut(&self.socket);
@@ -303,7 +306,9 @@ impl Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
-        socket::shut(&self.socket);
+        if process::is_here() {
+            socket::shut(&self.socket);
+        }
     }
 }
 
@@ -388,6 +393,8 @@ unsafe impl Viewed for Sight {
 
 impl Drop for Sight {
     fn drop(&mut self) {
-        self.end();
+        if process::is_here() {
+            self.end();
+        }
     }
 }

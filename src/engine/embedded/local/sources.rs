@@ -223,7 +223,7 @@ impl Entry {
 
 impl Drop for Sources {
     fn drop(&mut self) {
-        for source in mem::take(&mut *self.all.lock()).into_values().filter_map(|it| it.upgrade()) {
+        for source in mem::take(self.all.get_mut()).into_values().filter_map(|it| it.upgrade()) {
             source.leave();
         }
     }

@@ -1,11 +1,12 @@
 //! The two ports.
 
 use std::{
-    net,
+    net::{self, Shutdown},
     time::{Duration, Instant},
 };
 
 use mio::{Token, net::TcpListener};
+use socket2::SockRef;
 
 /// How often one line is logged about what anybody can cause.
 const COMPLAINT: Duration = Duration::from_secs(1);
@@ -48,5 +49,12 @@ impl Port {
             self.complaint = Some(now);
         }
         due
+    }
+}
+
+impl Drop for Port {
+    fn drop(&mut self) {
+        // A forked child may hold the descriptor, and peers would wait there for ever.
+        let _ = SockRef::from(&self.listener).shutdown(Shutdown::Both);
     }
 }
