@@ -321,13 +321,22 @@ pub(crate) fn exit_of(child: &mut Child) -> ExitStatus {
 
 /// An example, of the build that this test belongs to.
 pub(crate) fn example(name: &str) -> PathBuf {
+    built(name, name, &[format!("examples/{name}"), format!("examples/{name}.rs")])
+}
+
+/// An example that is a library, made of what is in that folder.
+pub(crate) fn library(name: &str, folder: &str) -> PathBuf {
+    built(name, &format!("lib{name}.so"), &[folder.to_owned()])
+}
+
+fn built(name: &str, file: &str, sources: &[String]) -> PathBuf {
     let test = env::current_exe().unwrap(); // <target>/<profile>/deps/<test>
     let profile = test.ancestors().nth(2).unwrap();
-    let example = profile.join("examples").join(name);
+    let example = profile.join("examples").join(file);
     // `cargo test` has built the examples; `cargo test --test peers` has not.
     static BUILD: Mutex<()> = Mutex::new(());
     let _alone = BUILD.lock();
-    if !is_fresh(&example, name) {
+    if !is_fresh(&example, sources) {
         let profile_name = profile.file_name().unwrap().to_str().unwrap();
         let status = Command::new(env!("CARGO"))
             .current_dir(env!("CARGO_MANIFEST_DIR"))
@@ -343,10 +352,10 @@ pub(crate) fn example(name: &str) -> PathBuf {
 }
 
 /// Whether it is there and younger than what it is built from.
-fn is_fresh(example: &Path, name: &str) -> bool {
+fn is_fresh(example: &Path, sources: &[String]) -> bool {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
-    let sources = ["src".to_owned(), format!("examples/{name}"), format!("examples/{name}.rs")];
-    let changed = sources.iter().map(|source| newest(&root.join(source))).max();
+    let sources = ["src"].into_iter().chain(sources.iter().map(String::as_str));
+    let changed = sources.map(|source| newest(&root.join(source))).max();
     example.exists() && changed <= Some(newest(example))
 }
 
