@@ -4,7 +4,7 @@ use std::{
     os::fd::AsFd,
     sync::atomic::{AtomicBool, Ordering},
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use mooncake_relay::{Error, Metadata, Relay};
@@ -92,6 +92,49 @@ fn a_ring_that_says_what_cannot_be_sends_its_writer_away_and_nobody_else() {
             eventually(1, || count(&sender, "local_peers"));
             goes_on(&sender, &honest);
         }
+    });
+}
+
+/// What a peer leaves that is killed between the two steps of its ring: the bell says that nobody
+/// sleeps, and whoever sleeps was not woken.
+fn steals_the_state(reader: &Reader, asleep: u32) {
+    const STATE: u32 = 0b11;
+    eventually(asleep, || reader.bell.futex().load(Ordering::SeqCst) & STATE);
+    reader.bell.futex().fetch_and(!STATE, Ordering::SeqCst);
+}
+
+#[test]
+fn a_peer_that_dies_in_the_middle_of_a_ring_is_missed_at_once_by_whoever_sleeps() {
+    within(WATCHDOG, || {
+        const ROUNDS: u32 = 12;
+        const NOTIFIER: u32 = 1;
+        const DRIVER: u32 = 2;
+        let (sender, honest, first) = met();
+        let instance = put(&sender, b"for the instance").0.instance().unwrap();
+        drop(first);
+        // Whoever sleeps looks up by itself after a second: so often that says nothing, so often in a
+        // row that it does.
+        let begun = Instant::now();
+        for _ in 0..ROUNDS {
+            let reader = Reader::meet(instance);
+            eventually(2, || count(&sender, "local_peers"));
+            steals_the_state(&reader, NOTIFIER);
+            drop(reader);
+            eventually(1, || count(&sender, "local_peers"));
+        }
+        for _ in 0..ROUNDS {
+            let reader = Reader::meet(instance);
+            let (metadata, token) = put(&sender, b"read by who dies");
+            let pin = reader.region.word(pin_of(slot_of(&metadata)));
+            pin.store(secret_of(&metadata), Ordering::SeqCst);
+            let waiting = thread::spawn(move || token.wait());
+            steals_the_state(&reader, DRIVER);
+            drop(reader);
+            let ended = waiting.join().unwrap();
+            assert!(matches!(ended, Err(Error::PeerFailed { .. })), "{ended:?}");
+        }
+        assert!(begun.elapsed() < Duration::from_secs(ROUNDS.into()), "{:?}", begun.elapsed());
+        drop(honest);
     });
 }
 
