@@ -133,7 +133,9 @@ impl Net {
 
     /// One more address on `lo`: `10.8.8.1/32`.
     pub(crate) fn add_address(&self, address: &str) -> Option<()> {
-        self.ip(&["address", "add", address, "dev", "lo"])
+        // One of IPv6 cannot be bound for a moment, while others are asked whether they have it.
+        let asks_nobody: &[_] = if address.contains(':') { &["nodad"] } else { &[] };
+        self.ip(&[&["address", "add", address, "dev", "lo"], asks_nobody].concat())
     }
 
     /// From which to which port the system chooses.
