@@ -116,7 +116,7 @@ fn closes_of_many_threads_each_return_in_their_own_time() {
 }
 
 #[test]
-fn what_an_engine_cannot_unregister_stays_mapped_and_is_told() {
+fn r6_what_an_engine_cannot_unregister_stays_mapped_and_is_told() {
     within(WATCHDOG, || {
         let engine = hooked();
         engine.fail(Call::Unregister, .., refused);

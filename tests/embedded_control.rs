@@ -49,7 +49,7 @@ fn the_descriptor_tells_where_the_data_port_is_and_what_is_registered() {
 }
 
 #[test]
-fn a_control_frame_may_arrive_byte_by_byte_and_be_as_long_as_allowed() {
+fn g5_a_control_frame_may_arrive_byte_by_byte_and_be_as_long_as_allowed() {
     watched(|| {
         let served = Served::published(64);
         let mut slow = served.control();
@@ -66,7 +66,7 @@ fn a_control_frame_may_arrive_byte_by_byte_and_be_as_long_as_allowed() {
 }
 
 #[test]
-fn a_bad_control_frame_is_closed_without_a_reply() {
+fn g5_a_bad_control_frame_is_closed_without_a_reply() {
     watched(|| {
         let served = Served::published(64);
         let nested = [b"{\"name\":".to_vec(), vec![b'['; 500_000]].concat();

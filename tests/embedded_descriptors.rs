@@ -43,7 +43,7 @@ fn cpu() -> Duration {
 }
 
 #[test]
-fn without_descriptors_the_server_waits_quietly_and_then_accepts() {
+fn e7_without_descriptors_the_server_waits_quietly_and_then_accepts() {
     watched(|| {
         let lines = Lines::default();
         let writer = lines.clone();

@@ -76,7 +76,7 @@ fn a_connection_that_is_idle_between_two_requests_stays_open() {
 }
 
 #[test]
-fn a_request_that_comes_slowly_and_goes_on_is_served() {
+fn g5_a_request_that_comes_slowly_and_goes_on_is_served() {
     watched(|| {
         // All of it takes longer than that; between two parts there is much less time.
         let stall = Duration::from_secs(2);

@@ -71,7 +71,7 @@ fn engine_in_process() -> Arc<dyn Engine> {
 }
 
 #[test]
-fn a_limit_on_file_sizes_is_an_error_and_no_signal() {
+fn i1_a_limit_on_file_sizes_is_an_error_and_no_signal() {
     let _alone = ALONE.lock();
     within(WATCHDOG, || {
         warm_up();

@@ -23,7 +23,7 @@ use mooncake_relay::{
 };
 
 #[test]
-fn a_waiter_gets_the_outcome() {
+fn l1_a_waiter_gets_the_outcome() {
     loom::model(|| {
         let (completer, token) = Tokens::make(&Tokens::<u32>::new());
         let completing = thread::spawn(move || completer.complete(Ok(7)));
@@ -165,7 +165,7 @@ fn a_cell_that_went_and_came_back_meanwhile_is_not_given_twice() {
 }
 
 #[test]
-fn two_threads_never_get_the_same_cell() {
+fn l1_two_threads_never_get_the_same_cell() {
     loom::model(|| {
         let tokens = Tokens::<u32>::new();
         let other = Arc::clone(&tokens);
@@ -270,7 +270,7 @@ fn a_quarantined_slot_is_let_go_once_and_no_late_note_ends_it() {
 }
 
 #[test]
-fn a_late_note_never_ends_the_next_put_of_its_slot() {
+fn l1_a_late_note_never_ends_the_next_put_of_its_slot() {
     loom::model(|| {
         let puts = Arc::new(Puts::new(1));
         puts.open(&seen(ID), 7_u32);
@@ -341,7 +341,7 @@ fn a_sleeper_sees_the_event_or_the_ringer_sees_the_sleeper() {
 }
 
 #[test]
-fn a_credit_that_comes_back_reaches_who_waits() {
+fn l1_a_credit_that_comes_back_reaches_who_waits() {
     loom::model(|| {
         let credits = Arc::new(Credits::full(1));
         let credit = credits.try_take().unwrap();

@@ -155,7 +155,7 @@ fn with_the_variable_that_it_wants_ipv6_works_both_ways() {
 }
 
 #[test]
-fn a_text_that_c_would_cut_is_refused() {
+fn b13_a_text_that_c_would_cut_is_refused() {
     let Some(engine) = real::engine() else { return };
     within(WATCHDOG, move || {
         let peer = engine.session_id();

@@ -41,13 +41,14 @@ fn main() -> ExitCode {
         [flag, wheel, number] if flag == "--rounds" => soak(&named(wheel), rounds(number)),
         [flag] if flag == "--valgrind" => return valgrind(),
         _ => {
-            let trial = Trial::test("ten_thousand_transfers_and_texts_arrive_as_they_were_sent", {
-                || {
-                    let Some(config) = real::config() else { return Ok(()) };
-                    within(WATCHDOG, move || soak(&config, ROUNDS));
-                    Ok(())
-                }
-            });
+            let trial =
+                Trial::test("b13_ten_thousand_transfers_and_texts_arrive_as_they_were_sent", {
+                    || {
+                        let Some(config) = real::config() else { return Ok(()) };
+                        within(WATCHDOG, move || soak(&config, ROUNDS));
+                        Ok(())
+                    }
+                });
             return libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit_code();
         }
     }

@@ -58,7 +58,7 @@ fn a_credit_is_never_lent_twice_and_none_is_lost() {
 }
 
 #[test]
-fn as_many_threads_as_credits_never_find_the_ring_empty() {
+fn l2_as_many_threads_as_credits_never_find_the_ring_empty() {
     within(WATCHDOG, || {
         let credits = Credits::full(THREADS as u32);
         let barrier = Barrier::new(THREADS);
@@ -146,7 +146,7 @@ fn a_token_that_changes_hands_and_times_out_again_and_again_yields_its_own_outco
 }
 
 #[test]
-fn attaching_while_the_outcome_comes_gives_exactly_one_message() {
+fn t2_attaching_while_the_outcome_comes_gives_exactly_one_message() {
     within(WATCHDOG, || {
         const EACH: usize = 10_000;
         let alive = Arc::new(AtomicUsize::new(0));
@@ -195,4 +195,18 @@ fn attaching_while_the_outcome_comes_gives_exactly_one_message() {
         assert!(tags.into_iter().eq((0..THREADS / 2 * EACH).filter(|tag| !abandoned(tag))));
         assert_eq!(alive.load(Ordering::Relaxed), 0, "outcomes that nobody dropped");
     });
+}
+
+/// Before 0.5.15 a channel that was dropped while it was being made freed its memory twice.
+#[test]
+fn t2_the_channels_are_of_a_version_that_frees_its_memory_once() {
+    let lock = include_str!("../Cargo.lock");
+    let versions: Vec<Vec<u32>> = lock
+        .split("[[package]]")
+        .filter(|package| package.contains("name = \"crossbeam-channel\""))
+        .filter_map(|package| package.split("version = \"").nth(1)?.split('"').next())
+        .map(|version| version.split('.').map(|part| part.parse().unwrap()).collect())
+        .collect();
+    assert!(!versions.is_empty());
+    assert!(versions.iter().all(|version| *version >= vec![0, 5, 15]), "{versions:?}");
 }

@@ -109,7 +109,7 @@ fn no_other_socket_is_dialled_than_that_relays_own() {
 }
 
 #[test]
-fn a_hello_that_is_not_for_this_relay_is_not_answered() {
+fn i7_a_hello_that_is_not_for_this_relay_is_not_answered() {
     within(WATCHDOG, || {
         let a = relay(&config());
         let (metadata, _token) = put(&a, b"hello");
@@ -161,7 +161,7 @@ fn answer(sender: &Relay, metadata: &Metadata, slots: u32, len: u64, file: u64) 
 }
 
 #[test]
-fn an_owner_whose_memory_is_not_what_it_says_is_left_to_tcp() {
+fn i7_an_owner_whose_memory_is_not_what_it_says_is_left_to_tcp() {
     within(WATCHDOG, || {
         let region = (raw::ring_of(2) + (64 << 10)) as u64;
         let good = || [(8192, PUBLISHED), (4096, PUBLISHED), (4096, FIXED), (region, FIXED)];
@@ -290,7 +290,7 @@ fn another_network_namespace_is_another_host() {
 }
 
 #[test]
-fn another_user_is_another_host() {
+fn i6_another_user_is_another_host() {
     within(WATCHDOG, || {
         if !geteuid().is_root() {
             return;
