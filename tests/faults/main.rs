@@ -6,9 +6,11 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod callers;
+mod chain;
 mod claims;
 #[path = "../common/mod.rs"]
 mod common;
+mod crowd;
 mod death;
 mod listener;
 mod memory;
@@ -27,6 +29,7 @@ mod sockets;
 #[cfg(feature = "embedded")]
 mod strangers;
 mod supervisor;
+mod told;
 mod truth;
 mod waiting;
 mod wanted;
@@ -41,8 +44,11 @@ use crate::on::{Case, ENGINES, On};
 /// All cases, file by file.
 const CASES: &[&[Case]] = &[
     truth::CASES,
+    chain::CASES,
     notes::CASES,
+    told::CASES,
     death::CASES,
+    crowd::CASES,
     waiting::CASES,
     sockets::CASES,
     names::CASES,
