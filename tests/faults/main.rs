@@ -5,6 +5,7 @@
 //! and what was said on stderr. The next engine adds a line to [`on::ENGINES`].
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
+mod answers;
 mod callers;
 mod chain;
 mod claims;
@@ -50,6 +51,7 @@ const CASES: &[&[Case]] = &[
     death::CASES,
     crowd::CASES,
     waiting::CASES,
+    answers::CASES,
     sockets::CASES,
     names::CASES,
     wire::CASES,

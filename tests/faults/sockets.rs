@@ -1,7 +1,8 @@
 //! Ports and connections: few, one's own, and none left behind.
 
-use std::{collections::HashSet, thread};
+use std::{collections::HashSet, fs, thread};
 
+use crossbeam::channel::unbounded;
 use mooncake_relay::Config;
 use serde_json::json;
 
@@ -15,11 +16,39 @@ use crate::{
 };
 
 cases! {
+    Any: e3_bursts_of_gets_leave_no_more_descriptors_than_the_first = 120;
     Processes:
         e1_five_thousand_transfers_fit_in_a_hundred_ports = 900,
         e5_fifty_peers_that_start_at_once_are_reached_each_by_its_own_ports = 600;
     Nothing:
-        e5_a_port_that_somebody_has_beside_ours_does_no_harm;
+        e5_a_port_that_somebody_has_beside_ours_does_no_harm,
+        e6_a_port_is_ours_at_once_and_free_at_once = 300;
+}
+
+fn e3_bursts_of_gets_leave_no_more_descriptors_than_the_first(on: &On) {
+    const AT_ONCE: u64 = 64;
+    const THREADS: usize = 4;
+    let config = Config::default()
+        .with_slot_size(4096)
+        .with_credits(AT_ONCE as u32)
+        .with_transfer_threads(THREADS);
+    let (a, b) = on.pair(&config);
+    let own = || fs::read_dir("/proc/self/fd").unwrap().count();
+    let before = own();
+    for cycle in 0..on.full_or(20, 5) {
+        let puts: Vec<_> = (0..AT_ONCE).map(|n| a.sends(&n.to_le_bytes())).collect();
+        let (tx, rx) = unbounded();
+        for (n, (metadata, _)) in (0..).zip(&puts) {
+            b.get(metadata).unwrap().attach(&tx, n);
+        }
+        for said in rx.iter().take(AT_ONCE as usize) {
+            assert_eq!(said.result.unwrap()[..], said.tag.to_le_bytes());
+        }
+        puts.into_iter().for_each(|(_, token)| drop(token.wait().unwrap()));
+        // A connection has two ends here: one for each thread's reads, and one for its notes.
+        let now = own();
+        assert!(now <= before + 4 * THREADS, "cycle {cycle}: {now}, at first {before}");
+    }
 }
 
 fn e1_five_thousand_transfers_fit_in_a_hundred_ports(on: &On) {
@@ -114,3 +143,40 @@ fn e5_a_port_that_somebody_has_beside_ours_does_no_harm(_: &On) {
 
 #[cfg(not(feature = "embedded"))]
 fn e5_a_port_that_somebody_has_beside_ours_does_no_harm(_: &On) {}
+
+/// Bound and listening when the constructor returns, or not there.
+#[cfg(feature = "embedded")]
+fn e6_a_port_is_ours_at_once_and_free_at_once(on: &On) {
+    use std::{
+        io::ErrorKind,
+        net::{TcpListener, TcpStream},
+        sync::Arc,
+    };
+
+    use mooncake_relay::{EmbeddedEngine, Error};
+
+    use crate::on::AtRest;
+
+    let taken = TcpListener::bind("127.0.0.1:0").unwrap();
+    match EmbeddedEngine::bind(&taken.local_addr().unwrap().to_string()) {
+        Err(Error::Io(error)) => assert_eq!(error.kind(), ErrorKind::AddrInUse),
+        other => panic!("{other:?}"),
+    }
+    let address = EmbeddedEngine::bind("127.0.0.1:0").unwrap().control_addr().to_string();
+    let config = Config::default().with_slot_size(4096);
+    let other = AtRest::new(Arc::new(EmbeddedEngine::bind("127.0.0.1:0").unwrap()), &config);
+    for cycle in 0..on.full_or(500, 60) {
+        let engine = EmbeddedEngine::bind(&address).expect("the one before has gone");
+        for port in [engine.control_addr(), engine.data_addr()] {
+            drop(TcpStream::connect(port).expect("it listens"));
+        }
+        // A relay that comes and goes at one address: its peers find each of them.
+        let relay = AtRest::new(Arc::new(engine), &config);
+        if cycle % 4 == 0 {
+            relay.works_with(&other);
+        }
+    }
+}
+
+#[cfg(not(feature = "embedded"))]
+fn e6_a_port_is_ours_at_once_and_free_at_once(_: &On) {}
