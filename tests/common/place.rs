@@ -73,6 +73,16 @@ impl Place {
         self.with("setpriv", &[&user, &group, "--clear-groups"])
     }
 
+    /// In a mount namespace whose /dev/shm is empty and has so many bytes.
+    pub(crate) fn with_dev_shm(bytes: usize) -> Option<Self> {
+        let script = format!("mount -t tmpfs -o size={bytes} tmpfs /dev/shm && exec \"$@\"");
+        let own_user = if geteuid().is_root() { &[][..] } else { &["--map-root-user"] };
+        let words = [&["unshare"], own_user, &["--mount", "sh", "-c", &script, "sh"]].concat();
+        let words = words.into_iter().map(str::to_owned).collect();
+        let place = Self { words, keeper: None };
+        run(&mut place.command("true")).map(|_| place)
+    }
+
     fn with(mut self, tool: &str, flags: &[&str]) -> Option<Self> {
         self.words.push(tool.to_owned());
         self.words.extend(flags.iter().map(|&flag| flag.to_owned()));

@@ -24,6 +24,7 @@ mod raw;
 mod reads;
 mod reference;
 mod reuse;
+mod shared;
 mod shows;
 mod sizes;
 mod sockets;
@@ -59,6 +60,7 @@ const CASES: &[&[Case]] = &[
     wire::stranger::CASES,
     sizes::CASES,
     memory::CASES,
+    shared::CASES,
     reference::CASES,
     reuse::CASES,
     reads::CASES,

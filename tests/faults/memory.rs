@@ -1,8 +1,12 @@
 //! Registration and the memory of pools.
 
-use std::fs;
+use std::{
+    fs,
+    ptr::NonNull,
+    time::{Duration, Instant},
+};
 
-use mooncake_relay::{Config, Error, Relay};
+use mooncake_relay::{Access, Config, Error, Instance, Relay, Span};
 use rustix::{
     process::{Resource, Rlimit, getrlimit, setrlimit},
     thread::{CapabilitySet, capabilities, set_capabilities},
@@ -17,9 +21,12 @@ cases! {
     Any:
         r1_what_cannot_be_made_names_its_field_and_leaves_nothing,
         r1_an_engine_that_is_in_use_is_refused_after_the_memory_was_made,
+        r2_memory_that_is_registered_is_refused_and_two_relays_do_not_meet,
         r4_locked_slots_are_locked_and_let_go,
         r4_what_may_not_be_locked_says_how_much_is_needed_and_allowed;
 }
+
+const PATIENCE: Duration = Duration::from_secs(20);
 
 fn small() -> Config {
     Config::default().with_slot_size(4096)
@@ -72,6 +79,47 @@ fn r1_an_engine_that_is_in_use_is_refused_after_the_memory_was_made(on: &On) {
     let first = AtRest::new(engine.engine(), &small());
     is_refused(&engine, &small(), "engine");
     first.works_with(&first);
+}
+
+fn r2_memory_that_is_registered_is_refused_and_two_relays_do_not_meet(on: &On) {
+    const PAGE: usize = 4096;
+    let memory = Box::leak(vec![0_u8; 4 * PAGE].into_boxed_slice());
+    let base = NonNull::from(&mut *memory).cast::<u8>();
+    let span = |from: usize, len| {
+        // SAFETY: `from` is less than the memory's length.
+        Span { ptr: unsafe { base.add(from) }, len }
+    };
+    let engine = on.engine();
+    engine.start(&Instance::from_bytes([0x22; 16])).unwrap();
+    // SAFETY: the memory is never freed, and nobody publishes any of it.
+    let register = |span, access| unsafe { engine.register(span, access) };
+    register(span(PAGE, 2 * PAGE), Access::Published).unwrap();
+    for again in [
+        span(PAGE, 2 * PAGE),
+        span(0, 4 * PAGE),
+        span(0, PAGE + 1),
+        span(3 * PAGE - 1, PAGE),
+        span(PAGE + 8, 8),
+    ] {
+        for access in [Access::Published, Access::Local] {
+            let refused = register(again, access);
+            assert!(matches!(refused, Err(Error::Config { .. })), "{again:?}: {refused:?}");
+        }
+    }
+    // What was refused has changed nothing: neighbours fit, and each goes as it came.
+    register(span(3 * PAGE, PAGE), Access::Local).unwrap();
+    for known in [span(3 * PAGE, PAGE), span(PAGE, 2 * PAGE)] {
+        engine.unregister(known).unwrap();
+    }
+    register(span(0, 4 * PAGE), Access::Local).unwrap();
+    engine.unregister(span(0, 4 * PAGE)).unwrap();
+    engine.stop(Instant::now() + PATIENCE);
+
+    // Relays of one process, each with an engine of its own, meet as any others do.
+    let relays = [(); 3].map(|()| on.relay(&small()));
+    for (n, relay) in relays.iter().enumerate() {
+        relay.works_with(&relays[(n + 1) % 3]);
+    }
 }
 
 /// Bytes of this process that are locked.
