@@ -11,6 +11,7 @@ mod chain;
 mod claims;
 #[path = "../common/mod.rs"]
 mod common;
+mod counts;
 mod crowd;
 mod death;
 mod listener;
@@ -18,6 +19,7 @@ mod memory;
 mod names;
 mod notes;
 mod on;
+mod races;
 #[cfg(feature = "embedded")]
 #[path = "../raw/mod.rs"]
 mod raw;
@@ -31,6 +33,7 @@ mod sockets;
 #[cfg(feature = "embedded")]
 mod strangers;
 mod supervisor;
+mod tokens;
 mod told;
 mod truth;
 mod waiting;
@@ -61,6 +64,9 @@ const CASES: &[&[Case]] = &[
     sizes::CASES,
     memory::CASES,
     shared::CASES,
+    races::CASES,
+    tokens::CASES,
+    counts::CASES,
     reference::CASES,
     reuse::CASES,
     reads::CASES,
