@@ -149,6 +149,11 @@ pub mod internal {
     }
 }
 
+/// What the targets in `fuzz/` call. Not part of the API.
+#[cfg(all(fuzzing, feature = "embedded", not(loom)))]
+#[doc(hidden)]
+pub use crate::engine::fuzzing;
+
 #[cfg(all(doctest, feature = "embedded", feature = "mooncake"))]
 #[doc = include_str!("../README.md")]
 struct ReadmeDoctests;

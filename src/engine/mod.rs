@@ -14,6 +14,8 @@ use std::{fmt, os::fd::BorrowedFd, sync::Arc, time::Instant};
 
 pub(crate) use self::buffer::Lender;
 pub use self::buffer::{Filled, LocalBuffer, ReadError, RemoteBuffer, Stamp};
+#[cfg(all(fuzzing, feature = "embedded"))]
+pub use self::embedded::fuzzing;
 #[cfg(feature = "embedded")]
 pub use self::embedded::{EmbeddedBuilder, EmbeddedEngine};
 pub use self::inprocess::InProcessEngine;

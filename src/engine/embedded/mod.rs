@@ -5,6 +5,9 @@ mod address;
 mod builder;
 mod client;
 mod frame;
+#[cfg(any(fuzzing, test))]
+#[cfg_attr(test, allow(unreachable_pub))] // it is reached by fuzz targets
+pub mod fuzzing;
 mod inbox;
 mod local;
 mod server;

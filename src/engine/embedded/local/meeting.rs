@@ -92,7 +92,7 @@ impl Local {
 }
 
 /// The peer's slots, as its answer says, if that can be trusted.
-fn hear_answer(
+pub(super) fn hear_answer(
     socket: OwnedFd,
     session: &Arc<str>,
     wanted: Instance,

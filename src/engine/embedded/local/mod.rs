@@ -15,6 +15,9 @@
 //! Whatever does not fit goes by TCP, which is always there.
 
 mod door;
+#[cfg(any(fuzzing, test))]
+#[cfg_attr(test, allow(unreachable_pub))] // it is reached by fuzz targets
+pub(super) mod fuzzing;
 mod meeting;
 mod message;
 mod note;
