@@ -4,6 +4,8 @@
 //! mutations that were tried.
 #![cfg(loom)]
 
+#[path = "loom/life.rs"]
+mod life;
 #[path = "loom/shared.rs"]
 mod shared;
 
@@ -199,6 +201,11 @@ impl Bytes {
     fn touch(&self) {
         // SAFETY: loom reports it if this is not exclusive.
         self.0.with_mut(|bytes| unsafe { *bytes += 1 });
+    }
+
+    fn look(&self) -> u32 {
+        // SAFETY: as above, of who writes meanwhile.
+        self.0.with(|bytes| unsafe { *bytes })
     }
 }
 

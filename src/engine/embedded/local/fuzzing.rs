@@ -67,6 +67,7 @@ pub fn meeting(input: &[u8]) {
     }
     let copier = Arc::new(Copier::new(1));
     let Ok(source) = hear_answer(ours, &SESSION.into(), owner(), &copier) else { return };
+    assert!(kind & 7 > 3 || kind & 0xf == 0xa, "it maps what has no seals, or another length");
     let answer = Answer::decode(message, SESSION).expect("it was understood");
     assert_eq!((answer.owner, answer.encode(SESSION)), (owner(), message.to_vec()));
     // Whatever the numbers are, a read stays inside the mapping, or is refused.
