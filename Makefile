@@ -1,6 +1,7 @@
 # What a developer needs. `make` alone lists it.
 .NOTPARALLEL:
-.PHONY: help test quickstart interop interop-all soak mooncake-valgrind fmt lint loom mutants bench counts wheel packages
+.PHONY: help test quickstart interop interop-all soak mooncake-valgrind fmt lint loom mutants faults \
+	fuzz sanitize miri deny bench counts wheel packages
 
 CARGO = cargo
 began := $(shell date +%s)
@@ -17,6 +18,11 @@ help:
 	@echo 'make lint        formatting, clippy and rustdoc, warnings denied'
 	@echo 'make loom        the lock-free code in every interleaving'
 	@echo 'make mutants     weakens one ordering at a time and looks for the test that notices'
+	@echo 'make faults      makes one fault at a time in slots, tokens, wire checks, cleanup: likewise'
+	@echo 'make fuzz        each fuzz target for FUZZ_SECONDS (60); FUZZ="server client" chooses'
+	@echo 'make sanitize    races under ThreadSanitizer; memory and leaks at the C interface under ASan'
+	@echo 'make miri        what touches no socket and maps no memory, under Miri'
+	@echo 'make deny        licences, sources and bans of what we depend on; advisories if reachable'
 	@echo 'make bench       what things cost here: benches/, four minutes once it is built'
 	@echo 'make counts      instructions for each step, under valgrind'
 	@echo 'make wheel       installs the real engine for the Python peer, under target/'
@@ -68,7 +74,66 @@ loom:
 		$(CARGO) test --release --test loom
 
 mutants:
-	sh tests/mutants.sh
+	sh tests/mutants.sh orderings
+
+faults:
+	sh tests/mutants.sh faults
+
+# Fuzzing and the sanitizers use flags that only a nightly compiler takes, or one that is told so:
+# results are as good, and everybody has the stable one.
+UNSTABLE = RUSTC_BOOTSTRAP=1
+HOST = $(shell rustc -vV | sed -n 's/^host: //p')
+FUZZ ?= metadata frames server client meeting control_region
+FUZZ_SECONDS ?= 60
+
+fuzz:
+	@command -v cargo-fuzz >/dev/null || { echo 'cargo-fuzz is missing: cargo install cargo-fuzz' >&2; exit 1; }
+	@for target in $(FUZZ); do \
+		mkdir -p fuzz/corpus/$$target; \
+		echo "== $$target, $(FUZZ_SECONDS) s"; \
+		$(UNSTABLE) $(CARGO) fuzz run -s address $$target fuzz/corpus/$$target fuzz/seeds/$$target -- \
+			-max_total_time=$(FUZZ_SECONDS) -timeout=60 -print_final_stats=1 || exit 1; \
+	done
+
+# ThreadSanitizer means something only where the standard library is instrumented as well: else it
+# takes that one's own locks and fences for none. So it builds that, from the component rust-src.
+# What two processes do to one page it does not see: loom has that.
+NIGHTLY ?= nightly
+ASAN = -Zsanitizer=address -Cunsafe-allow-abi-mismatch=sanitizer
+
+sanitize:
+	$(call stage,AddressSanitizer and leaks)
+	$(UNSTABLE) RUSTFLAGS='$(ASAN)' LSAN_OPTIONS='suppressions=$(CURDIR)/tests/lsan.txt' \
+		CARGO_TARGET_DIR=$${CARGO_TARGET_DIR:-target}/asan $(CARGO) test --target $(HOST) \
+		-p mooncake-sys -p mooncake-relay --test load --test mooncake
+	$(call stage,ThreadSanitizer)
+	@test -d "$$(rustc +$(NIGHTLY) --print sysroot)/lib/rustlib/src/rust/library" || { echo 'rust-src is missing:' \
+		'rustup toolchain install $(NIGHTLY) --component rust-src' >&2; exit 1; }
+	RUSTFLAGS='-Zsanitizer=thread' CARGO_TARGET_DIR=$${CARGO_TARGET_DIR:-target}/tsan \
+		$(CARGO) +$(NIGHTLY) test -Zbuild-std --target $(HOST) --no-default-features --features embedded \
+		--test relay_in_process --test relay_local --test two_receivers --test stress
+
+# Host memory is a memfd, which Miri cannot map: so no relay, but all that relays are made of. Fewer
+# cases of each property, since it takes a thousand times as long.
+MIRI = exports frame::tests local::note local::message metadata config::tests deadline_too_far \
+	memory::copy memory::stream
+
+miri:
+	@$(CARGO) +$(NIGHTLY) miri --version || { echo 'Miri is missing:' \
+		'rustup toolchain install $(NIGHTLY) --component miri,rust-src' >&2; exit 1; }
+	MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-permissive-provenance' PROPTEST_CASES=8 \
+		CARGO_TARGET_DIR=$${CARGO_TARGET_DIR:-target}/miri $(CARGO) +$(NIGHTLY) miri test \
+		--no-default-features --features embedded --lib -- --test-threads=1 $(MIRI)
+	MIRIFLAGS='-Zmiri-disable-isolation -Zmiri-permissive-provenance' \
+		CARGO_TARGET_DIR=$${CARGO_TARGET_DIR:-target}/miri $(CARGO) +$(NIGHTLY) miri test \
+		--no-default-features --features embedded --test stress
+
+# The advisories are a repository of their own, which not every machine reaches.
+deny:
+	@command -v cargo-deny >/dev/null || { echo 'cargo-deny is missing: cargo install cargo-deny --locked' >&2; exit 1; }
+	$(CARGO) deny check licenses bans sources
+	@$(CARGO) deny fetch 2>/dev/null || { echo 'advisories NOT CHECKED: their database cannot be fetched here' >&2; exit 0; }; \
+		$(CARGO) deny check advisories
 
 # The real engine's bench finds the wheel here, unless another is named.
 bench: export MOONCAKE_WHEEL ?= $(CURDIR)/target/mooncake-0.3.13.post1

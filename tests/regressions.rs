@@ -345,8 +345,14 @@ fn buffers_that_an_engine_swaps_are_lost_to_nobody() {
         let (_, a) = relay(&small());
         let (engine, b) = relay(&small());
         let other: Mutex<Option<mooncake_relay::LocalBuffer>> = Mutex::default();
+        let twice = Arc::new(AtomicBool::new(false));
+        let lent_twice = Arc::clone(&twice);
         engine.on_read(move |_, _, local, _| {
-            match other.lock().unwrap().replace(local) {
+            let mut other = other.lock().unwrap();
+            if other.as_ref().is_some_and(|other| other.span() == local.span()) {
+                lent_twice.store(true, Ordering::SeqCst);
+            }
+            match other.replace(local) {
                 // Another than was lent.
                 Some(buffer) => Err(ReadError { error: Error::TimedOut, buffer: Some(buffer) }),
                 None => Err(ReadError { error: Error::TimedOut, buffer: None }),
@@ -357,6 +363,7 @@ fn buffers_that_an_engine_swaps_are_lost_to_nobody() {
             assert!(b.get(&metadata).unwrap().wait().is_err());
             assert_eq!(b.health().receive_free, 1);
         }
+        assert!(!twice.load(Ordering::SeqCst), "a slot was lent that the engine still had");
     });
 }
 

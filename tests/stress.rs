@@ -22,8 +22,13 @@ use mooncake_relay::{
 
 use self::common::within;
 
-const WATCHDOG: Duration = Duration::from_secs(600);
-const THREADS: usize = 8;
+const WATCHDOG: Duration = Duration::from_secs(if cfg!(miri) { 3600 } else { 600 });
+const THREADS: usize = if cfg!(miri) { 4 } else { 8 };
+
+/// Miri takes a thousand times as long, and finds in few rounds what it can find.
+const fn rounds(count: usize) -> usize {
+    if cfg!(miri) { count / 200 } else { count }
+}
 
 #[test]
 fn a_credit_is_never_lent_twice_and_none_is_lost() {
@@ -35,7 +40,7 @@ fn a_credit_is_never_lent_twice_and_none_is_lost() {
             thread::scope(|s| {
                 for _ in 0..THREADS {
                     s.spawn(|| {
-                        for _ in 0..10_000 {
+                        for _ in 0..rounds(10_000) {
                             let Some(credit) = credits.try_take() else {
                                 thread::yield_now();
                                 continue;
@@ -65,8 +70,8 @@ fn l2_as_many_threads_as_credits_never_find_the_ring_empty() {
         thread::scope(|s| {
             for _ in 0..THREADS {
                 s.spawn(|| {
-                    for _ in 0..10 {
-                        for _ in 0..12_500 {
+                    for _ in 0..if cfg!(miri) { 2 } else { 10 } {
+                        for _ in 0..rounds(12_500) {
                             let credit = credits.try_take().expect("one is free for each thread");
                             credits.give_back(credit);
                         }
@@ -107,7 +112,7 @@ fn a_token_that_changes_hands_and_times_out_again_and_again_yields_its_own_outco
                 let (alive, tokens) = (&alive, &tokens);
                 // Makes it, looks once, and hands it on.
                 s.spawn(move || {
-                    for n in 0..4000 {
+                    for n in 0..rounds(4000) {
                         let value = pair * 10_000 + n;
                         let (completer, mut token) = Tokens::make(tokens);
                         let completing = s.spawn(move || match n % 16 {
@@ -148,7 +153,7 @@ fn a_token_that_changes_hands_and_times_out_again_and_again_yields_its_own_outco
 #[test]
 fn t2_attaching_while_the_outcome_comes_gives_exactly_one_message() {
     within(WATCHDOG, || {
-        const EACH: usize = 10_000;
+        const EACH: usize = rounds(10_000);
         let alive = Arc::new(AtomicUsize::new(0));
         let tokens = Tokens::<Counted>::new();
         let (tx, rx) = unbounded();

@@ -116,6 +116,7 @@ fn a_slot_that_two_read_comes_back_once_after_both() {
     let begun = [Acquire, Put(0, true), Begin(0, 0), Begin(1, 0)];
     for ends in [
         vec![Finish(0), Finish(1), Take(0), Get(0, 0), Get(1, 0)],
+        vec![Finish(0), Finish(1), Take(0), Put(0, true), Get(1, 0), Take(0), Acquire, Acquire],
         vec![Abandon(0), Finish(0), Finish(1), Acquire, Acquire, Acquire],
         vec![Abort(0), Acquire, Acquire, Acquire, Finish(1), Acquire, Finish(0)],
         vec![Finish(0), Take(0), Late(0, true), Die(1), Take(0)],
