@@ -104,6 +104,18 @@ pub enum Error {
         reason: String,
     },
 
+    /// A device refused or failed. Other devices, and relays in host memory, are not affected; most
+    /// failures of a device last until the process ends.
+    #[error("{device}: {call} failed: {reason}")]
+    Device {
+        /// Which device: `"cuda:0"`.
+        device: String,
+        /// The driver's function.
+        call: &'static str,
+        /// The driver's own name for what happened, and what else is known of it.
+        reason: String,
+    },
+
     /// The relay is closed, or the outcome was taken before. Stop using this handle.
     #[error("the relay is closed, or the outcome was taken before")]
     Closed,
@@ -131,6 +143,7 @@ impl Error {
             Self::Metadata { .. } => "Metadata",
             Self::Config { .. } => "Config",
             Self::Engine { .. } => "Engine",
+            Self::Device { .. } => "Device",
             Self::Closed => "Closed",
             Self::Io(_) => "Io",
         }
@@ -138,13 +151,14 @@ impl Error {
 
     /// The variant of that name, of those that a get can end with.
     pub(crate) fn known_kind(kind: &str) -> Option<&'static str> {
-        const KINDS: [&str; 9] = [
+        const KINDS: [&str; 10] = [
             "TimedOut",
             "Aborted",
             "PeerFailed",
             "Rejected",
             "Metadata",
             "Engine",
+            "Device",
             "Io",
             "Exhausted",
             "TooLarge",

@@ -107,7 +107,7 @@ pub use crate::{
         ReadError, RemoteBuffer, Retracted, Stamp, Viewed, open_engine,
     },
     health::{AllCounters, Closed, Getting, Health, Holder, PeerHealth},
-    memory::{Host, HugePages, Memory, Span},
+    memory::{Copying, Device, Host, HugePages, IpcMemory, Memory, Pinned, Span},
     metadata::Metadata,
     pool::Slot,
     relay::Relay,

@@ -230,6 +230,10 @@ impl<M: Memory> Core<M> {
             // A Python sender's empty tensor: there is nothing to read and nothing to verify.
             return Ok(slot);
         }
+        // Its last owner may have left a copy of it under way.
+        if let Err(error) = slot.settle(|| what.deadline) {
+            return Err((error, Some(slot)));
+        }
         let (buffer, loan) = slot.lend();
         let read = self.engine.read(remote, buffer, what.deadline);
         self.learn(what, read.as_ref().err().map(|failed| &failed.error));

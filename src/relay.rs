@@ -457,6 +457,11 @@ impl<M: Memory> Relay<M> {
         if let Some(file) = slots.memory().file() {
             engine.backed_by(slots.memory().span(), self.core.puts.slots() as u32, file);
         }
+        for memory in [slots.memory(), self.core.receive.memory()] {
+            if let Some(device) = memory.device_access() {
+                engine.device_memory(memory.span(), device)?;
+            }
+        }
         for (span, access) in self.core.spans() {
             self.shutdown.register(&**engine, span, access)?;
         }
@@ -496,6 +501,8 @@ impl<M: Memory> Relay<M> {
             ));
         }
         tensor.fits(slot.len())?;
+        // What is copied to it is there before anybody can read it.
+        slot.settle(|| deadline_after(Instant::now(), core.times.read_timeout))?;
         let (offset, len, now) = (slot.offset(), slot.len(), Instant::now());
         let lease_ends = deadline_after(now, self.lease);
         let (publication, token) = core.publish(slot, lease_ends, now, request);

@@ -4,7 +4,10 @@
 use std::{fmt, slice, sync::Arc};
 
 use super::Identity;
-use crate::{error::Error, memory::Span};
+use crate::{
+    error::Error,
+    memory::{Device, Span},
+};
 
 /// A peer's bytes: what an [`Engine`](crate::Engine) is asked to read.
 ///
@@ -67,6 +70,11 @@ pub(crate) trait Lender: Send + Sync + 'static {
 
     /// Whether the bytes can be touched by the processor.
     fn is_host(&self) -> bool;
+
+    /// How they are copied, if they cannot.
+    fn device(&self) -> Option<Arc<dyn Device>> {
+        None
+    }
 }
 
 /// Our bytes, owned: whoever holds it owns the slot, and dropping it returns the credit.
@@ -122,6 +130,11 @@ impl LocalBuffer {
         self.bytes()?;
         // SAFETY: as in `bytes`, and `&mut self` makes the borrow unique.
         Some(unsafe { slice::from_raw_parts_mut(self.span.ptr.as_ptr(), self.span.len) })
+    }
+
+    /// How the bytes are copied, or `None` if they are in host memory.
+    pub fn device(&self) -> Option<Arc<dyn Device>> {
+        self.lender.as_ref()?.device()
     }
 
     /// Whether this is slot `index` of `lender`.

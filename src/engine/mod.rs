@@ -23,7 +23,11 @@ pub use self::inprocess::InProcessEngine;
 pub use self::mooncake::{MooncakeConfig, MooncakeConnection, MooncakeEngine, Opcode};
 pub use self::open::{EngineOptions, open_engine};
 pub(crate) use crate::identity::{Identity, Instance, Notification, TransferId};
-use crate::{doorbell::Doorbell, error::Result, memory::Span};
+use crate::{
+    doorbell::Doorbell,
+    error::{Error, Result},
+    memory::{Device, Span},
+};
 
 /// A transport that reads a peer's registered memory.
 ///
@@ -129,7 +133,7 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// [`Error::Config`](crate::Error::Config) while another relay uses this engine.
+    /// [`Error::Config`] while another relay uses this engine.
     fn start(&self, instance: &Instance) -> Result<()>;
 
     /// Called by the relay after its last [`unregister`](Self::unregister). Ends what still waits;
@@ -148,6 +152,28 @@ pub trait Engine: Send + Sync + 'static {
     /// engine may have peers map it to read. By default it does nothing.
     fn backed_by(&self, span: Span, slots: u32, fd: BorrowedFd<'_>) {
         let _ = (span, slots, fd);
+    }
+
+    /// `span`, which will be registered next, is memory of `device`, all of one pool. The processor
+    /// cannot touch it: a [`LocalBuffer`] in it has no [`bytes`](LocalBuffer::bytes), and what is
+    /// [published](Self::publish) in it has none either. Forgotten when it is unregistered. By
+    /// default it is refused.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Config`] from an engine that moves host memory only; the relay is not made then.
+    fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
+        let _ = span;
+        Err(Error::config(
+            "engine",
+            format!(
+                "this engine ({}) does not reach the memory of {}: use one that does (the embedded \
+                 engine, or the Mooncake engine where it is built with CUDA), or a relay in host \
+                 memory and copies of your own",
+                self.protocol(),
+                device.location()
+            ),
+        ))
     }
 
     /// Which way bytes come from `peer` at present, for [`Relay::health`](crate::Relay::health):
@@ -185,7 +211,7 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// After [`Error::TimedOut`](crate::Error::TimedOut) the relay tries again while the get's own
+    /// After [`Error::TimedOut`] the relay tries again while the get's own
     /// deadline lasts; any other ends the get.
     fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
         let _ = (peer, deadline);
@@ -199,8 +225,8 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// Of the kinds that a get's token has. [`Error::PeerFailed`](crate::Error::PeerFailed) and
-    /// [`Error::TimedOut`](crate::Error::TimedOut) say that the peer did not answer: the relay then
+    /// Of the kinds that a get's token has. [`Error::PeerFailed`] and
+    /// [`Error::TimedOut`] say that the peer did not answer: the relay then
     /// lets it occupy one thread at a time until it does.
     fn read(
         &self,
@@ -246,7 +272,7 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// As [`read`](Self::read); [`Error::Rejected`](crate::Error::Rejected) where writes are not
+    /// As [`read`](Self::read); [`Error::Rejected`] where writes are not
     /// allowed.
     fn write(
         &self,
@@ -259,7 +285,7 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Errors
     ///
-    /// The relay tries again after any but [`Error::Closed`](crate::Error::Closed).
+    /// The relay tries again after any but [`Error::Closed`].
     fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()>;
 
     /// Hands each event since the last call to `events`. Never blocks.
@@ -293,9 +319,9 @@ pub trait Engine: Send + Sync + 'static {
     /// The read that fills `span` is wanted no more, or is to give way to the gets of others: it may
     /// end at once. Never blocks; asked again until the read has returned. By default the read goes on.
     ///
-    /// A read that was to give way begins anew later if it ends with [`Aborted`](crate::Error::Aborted),
-    /// [`TimedOut`](crate::Error::TimedOut), [`PeerFailed`](crate::Error::PeerFailed) or
-    /// [`Closed`](crate::Error::Closed); any other error ends its get.
+    /// A read that was to give way begins anew later if it ends with [`Aborted`](Error::Aborted),
+    /// [`TimedOut`](Error::TimedOut), [`PeerFailed`](Error::PeerFailed) or
+    /// [`Closed`](Error::Closed); any other error ends its get.
     ///
     /// Called under a lock of the relay's: it must not drop a [`LocalBuffer`].
     fn interrupt(&self, span: Span) {

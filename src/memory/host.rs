@@ -3,6 +3,8 @@
 use std::{
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     ptr::{self, NonNull},
+    sync::Arc,
+    time::Instant,
 };
 
 use rustix::{
@@ -14,7 +16,7 @@ use rustix::{
 };
 
 use super::{
-    Memory, PAGE, Purpose, Span,
+    Device, Memory, PAGE, Purpose, Span,
     huge::{self, HUGE_PAGE},
     limits,
 };
@@ -35,6 +37,7 @@ pub struct Host {
 
 impl Memory for Host {
     type Options = ();
+    type Fence = ();
 
     const HOST: bool = true;
 
@@ -92,6 +95,14 @@ impl Memory for Host {
 
     fn file(&self) -> Option<BorrowedFd<'_>> {
         Some(self.fd.as_fd())
+    }
+
+    fn device_access(&self) -> Option<Arc<dyn Device>> {
+        None
+    }
+
+    fn settle(&self, (): &(), _until: Instant) -> Result<()> {
+        Ok(())
     }
 }
 

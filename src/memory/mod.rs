@@ -1,17 +1,23 @@
 //! Memory that a pool can be carved from.
 
 mod copy;
+mod device;
 mod host;
 mod huge;
 mod limits;
 mod lock;
 mod stream;
 
-use std::{os::fd::BorrowedFd, ptr::NonNull};
+use std::{os::fd::BorrowedFd, ptr::NonNull, sync::Arc, time::Instant};
 
 pub(crate) use self::huge::{CHOICES as HUGE_PAGES, check_huge};
 pub(crate) use self::lock::{check_lock, lock};
-pub use self::{copy::Copier, host::Host, huge::HugePages};
+pub use self::{
+    copy::Copier,
+    device::{Copying, Device, IpcMemory, Pinned},
+    host::Host,
+    huge::HugePages,
+};
 use crate::error::Result;
 
 /// The size of a page.
@@ -22,6 +28,10 @@ pub(crate) const PAGE: usize = 4096;
 pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
     /// What says where the memory comes from.
     type Options: Default + Send;
+
+    /// What is known of copies of one slot's bytes that may be under way.
+    #[doc(hidden)]
+    type Fence: Default + Send + Sync;
 
     /// Whether the processor can touch the bytes.
     #[doc(hidden)]
@@ -48,6 +58,14 @@ pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
     /// The file that it is, if other processes could map that.
     #[doc(hidden)]
     fn file(&self) -> Option<BorrowedFd<'_>>;
+
+    /// How its bytes are copied, where the processor cannot touch them.
+    #[doc(hidden)]
+    fn device_access(&self) -> Option<Arc<dyn Device>>;
+
+    /// Waits until no copy of that slot's bytes is under way; by `until`, or it has timed out.
+    #[doc(hidden)]
+    fn settle(&self, fence: &Self::Fence, until: Instant) -> Result<()>;
 }
 
 /// What memory is for; on the host each is a memfd of its own.
@@ -113,4 +131,6 @@ unsafe impl Sync for Span {}
 mod sealed {
     pub trait Sealed {}
     impl Sealed for super::Host {}
+
+    pub trait Device {}
 }

@@ -6,6 +6,7 @@ use std::{
     ops::{Deref, DerefMut},
     ptr, slice,
     sync::Arc,
+    time::Instant,
 };
 
 use super::Credits;
@@ -13,7 +14,7 @@ use crate::{
     engine::{Lender, LocalBuffer, Publication},
     error::{Error, Result},
     identity::Identity,
-    memory::{Host, Memory, Purpose, Span},
+    memory::{Device, Host, Memory, Purpose, Span},
     process,
     sync::atomic::{AtomicIsize, Ordering},
 };
@@ -23,6 +24,8 @@ pub(crate) struct Pool<M: Memory> {
     memory: M,
     slot_size: usize,
     credits: Credits,
+    /// One for each slot.
+    fences: Box<[M::Fence]>,
     /// How many slots an engine keeps. Below zero for a moment when one is dropped before its loan.
     kept: AtomicIsize,
 }
@@ -37,8 +40,9 @@ impl<M: Memory> Pool<M> {
         huge: bool,
     ) -> Result<Arc<Self>> {
         let memory = M::allocate(options, credits as usize * slot_size, purpose, huge)?;
+        let fences = (0..credits).map(|_| M::Fence::default()).collect();
         let (credits, kept) = (Credits::full(credits), AtomicIsize::new(0));
-        Ok(Arc::new(Self { memory, slot_size, credits, kept }))
+        Ok(Arc::new(Self { memory, slot_size, credits, fences, kept }))
     }
 
     /// How many slots an engine has kept after the call that it was lent them for.
@@ -90,6 +94,10 @@ impl<M: Memory> Lender for Pool<M> {
 
     fn is_host(&self) -> bool {
         M::HOST
+    }
+
+    fn device(&self) -> Option<Arc<dyn Device>> {
+        self.memory.device_access()
     }
 }
 
@@ -144,6 +152,15 @@ impl<M: Memory> Slot<M> {
         // SAFETY: the memory holds `credits * slot_size` bytes, and the index is below `credits`.
         let ptr = unsafe { self.pool.memory.span().ptr.add(self.offset()) };
         Span { ptr, len: self.len }
+    }
+
+    /// Waits until no copy of its bytes is under way: before anybody else is to see them, or to write
+    /// them.
+    pub(crate) fn settle(&self, until: impl FnOnce() -> Instant) -> Result<()> {
+        if M::HOST {
+            return Ok(());
+        }
+        self.pool.memory.settle(&self.pool.fences[self.index as usize], until())
     }
 
     pub(crate) fn index(&self) -> u32 {

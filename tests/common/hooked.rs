@@ -15,8 +15,9 @@ use std::{
 };
 
 use mooncake_relay::{
-    Access, Config, Doorbell, Engine, Error, Event, Filled, InProcessEngine, Instance, LocalBuffer,
-    Notification, Publication, ReadError, Relay, RemoteBuffer, Result, Retracted, Span, Viewed,
+    Access, Config, Device, Doorbell, Engine, Error, Event, Filled, InProcessEngine, Instance,
+    LocalBuffer, Notification, Publication, ReadError, Relay, RemoteBuffer, Result, Retracted,
+    Span, Viewed,
 };
 use parking_lot::{Mutex, RwLock};
 
@@ -278,6 +279,10 @@ macro_rules! hooks {
 
             fn backed_by(&self, span: Span, slots: u32, fd: BorrowedFd<'_>) {
                 self.inner.engine.backed_by(span, slots, fd);
+            }
+
+            fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
+                self.inner.engine.device_memory(span, device)
             }
 
             fn way(&self, peer: &str) -> Option<&'static str> {
