@@ -155,6 +155,12 @@ impl<M: Memory> Core<M> {
         ]
     }
 
+    /// Of those, the ones in host memory.
+    pub(crate) fn host_spans(&self) -> Vec<Span> {
+        let [slots, stamps, receive, scratch] = self.spans().map(|(span, _)| span);
+        if M::HOST { vec![slots, stamps, receive, scratch] } else { vec![stamps, scratch] }
+    }
+
     pub(crate) fn state(&self) -> State {
         match self.state.load(Ordering::Acquire) {
             0 => State::Open,

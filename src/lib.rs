@@ -75,6 +75,8 @@ mod sender;
 // layer 5: face
 #[cfg(not(loom))]
 mod config;
+#[cfg(all(feature = "cuda", not(loom)))]
+mod cuda;
 #[cfg(not(loom))]
 mod health;
 #[cfg(not(loom))]
@@ -98,6 +100,8 @@ pub mod guide;
 pub use crate::engine::{EmbeddedBuilder, EmbeddedEngine};
 #[cfg(all(feature = "mooncake", not(loom)))]
 pub use crate::engine::{MooncakeConfig, MooncakeConnection, MooncakeEngine, Opcode};
+#[cfg(all(feature = "cuda", not(loom)))]
+pub use crate::memory::Cuda;
 #[cfg(not(loom))]
 pub use crate::{
     config::Config,

@@ -186,10 +186,18 @@ impl<M: Memory> Relay<M> {
     ) -> Result<Self> {
         process::enter()?;
         let config = config.check()?;
+        if !M::HOST && config.huge_pages == HugePages::Require {
+            return Err(Error::config(
+                "huge_pages",
+                "a device's pages are its driver's: leave it off",
+            ));
+        }
         let cores = affinity::allowed().len();
-        let all = config.credits as usize + config.receive_credits as usize;
-        if config.lock_memory && M::HOST {
-            check_lock(all.saturating_mul(config.slot_size + SCRATCH))?;
+        if config.lock_memory {
+            let all = config.credits as usize + config.receive_credits as usize;
+            // Device memory is never swapped out.
+            let slot_size = if M::HOST { config.slot_size } else { 0 };
+            check_lock(all.saturating_mul(slot_size + SCRATCH))?;
         }
         let [slots, receive] = pools(&memory, &config)?;
         let parts = Parts {
@@ -208,8 +216,8 @@ impl<M: Memory> Relay<M> {
             transfer_threads: config.transfer_threads,
         };
         let core = Core::new(parts);
-        if config.lock_memory && M::HOST {
-            lock(&core.spans().map(|(span, _)| span))?;
+        if config.lock_memory {
+            lock(&core.host_spans())?;
         }
         engine.start(&core.ids.instance())?;
         // From here on dropping the relay undoes what was done.
@@ -452,6 +460,11 @@ impl<M: Memory> Relay<M> {
         self.shutdown.close(&self.core, deadline_after(Instant::now(), timeout))
     }
 
+    #[cfg(feature = "cuda")]
+    pub(crate) fn read_timeout(&self) -> Duration {
+        self.core.times.read_timeout
+    }
+
     fn register(&self, engine: &Arc<dyn Engine>) -> Result<()> {
         let slots = &self.core.slots;
         if let Some(file) = slots.memory().file() {
@@ -569,6 +582,10 @@ fn pools<M: Memory>(memory: &M::Options, config: &Checked) -> Result<[Arc<Pool<M
     let sizes = [credits, receive_credits].map(|count| count as usize * slot_size);
     match config.huge_pages {
         HugePages::Off => make(false),
+        HugePages::Prefer if !M::HOST => make(false),
+        HugePages::Require if !M::HOST => {
+            Err(Error::config("huge_pages", "a device's pages are its driver's: leave it off"))
+        }
         HugePages::Require => check_huge(&sizes).and_then(|()| make(true)),
         HugePages::Prefer => check_huge(&sizes).and_then(|()| make(true)).or_else(|error| {
             tracing::warn!(%error, "the slots are made of pages of 4 KiB");

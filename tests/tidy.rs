@@ -13,7 +13,7 @@ const LAYERS: &[&[&str]] = &[
     &["engine"],
     &["backlog", "pool", "puts", "token"],
     &["core", "counters", "gets", "notifier", "peers", "receiver", "sender"],
-    &["config", "health", "metadata", "relay", "shutdown", "tensor", "view", "guide"],
+    &["config", "cuda", "health", "metadata", "relay", "shutdown", "tensor", "view", "guide"],
 ];
 
 /// Files whose atomics loom must be able to replace.
@@ -29,6 +29,7 @@ const ROOMS: &[&str] = &[
     "engine/mod.rs",
     "engine/mooncake",
     "memory",
+    "pool/device.rs",
     "pool/slot.rs",
     "pool/stamps.rs",
     "process.rs",

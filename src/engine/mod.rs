@@ -188,7 +188,8 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// # Safety
     ///
-    /// The span stays mapped until [`unregister`](Self::unregister) has returned `Ok`. Of an
+    /// The span stays mapped until [`unregister`](Self::unregister) has returned `Ok`. If the processor
+    /// cannot touch it, [`device_memory`](Self::device_memory) was told of it. Of an
     /// [`Access::Published`] one, nobody writes the bytes of a [`Publication`] from
     /// [`publish`](Self::publish) on until a [`retract`](Self::retract) or [`cut`](Self::cut) of it
     /// has said [`Retracted::Quiet`].

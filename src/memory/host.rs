@@ -104,6 +104,8 @@ impl Memory for Host {
     fn settle(&self, (): &(), _until: Instant) -> Result<()> {
         Ok(())
     }
+
+    fn keep(&self) {}
 }
 
 impl Host {

@@ -1,6 +1,8 @@
 //! Memory that a pool can be carved from.
 
 mod copy;
+#[cfg(feature = "cuda")]
+mod cuda;
 mod device;
 mod host;
 mod huge;
@@ -10,6 +12,8 @@ mod stream;
 
 use std::{os::fd::BorrowedFd, ptr::NonNull, sync::Arc, time::Instant};
 
+#[cfg(feature = "cuda")]
+pub use self::cuda::Cuda;
 pub(crate) use self::huge::{CHOICES as HUGE_PAGES, check_huge};
 pub(crate) use self::lock::{check_lock, lock};
 pub use self::{
@@ -24,7 +28,7 @@ use crate::error::Result;
 pub(crate) const PAGE: usize = 4096;
 
 /// One contiguous stretch of memory, of which a relay's slots are made. Sealed: the crate knows every
-/// kind; this version has [`Host`].
+/// kind, which are [`Host`] and, with the feature `cuda`, `Cuda`.
 pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
     /// What says where the memory comes from.
     type Options: Default + Send;
@@ -66,6 +70,10 @@ pub trait Memory: sealed::Sealed + Sized + Send + Sync + 'static {
     /// Waits until no copy of that slot's bytes is under way; by `until`, or it has timed out.
     #[doc(hidden)]
     fn settle(&self, fence: &Self::Fence, until: Instant) -> Result<()>;
+
+    /// A copy of it may be under way for ever: it is not to be freed.
+    #[doc(hidden)]
+    fn keep(&self);
 }
 
 /// What memory is for; on the host each is a memfd of its own.
@@ -131,6 +139,8 @@ unsafe impl Sync for Span {}
 mod sealed {
     pub trait Sealed {}
     impl Sealed for super::Host {}
+    #[cfg(feature = "cuda")]
+    impl Sealed for super::Cuda {}
 
     pub trait Device {}
 }

@@ -1,6 +1,8 @@
 //! Registered memory, cut into slots.
 
 mod credits;
+#[cfg(all(feature = "cuda", not(loom)))]
+mod device;
 #[cfg(not(loom))]
 mod slot;
 #[cfg(not(loom))]

@@ -6,7 +6,7 @@ use std::{
     ops::{Deref, DerefMut},
     ptr, slice,
     sync::Arc,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use super::Credits;
@@ -29,6 +29,9 @@ pub(crate) struct Pool<M: Memory> {
     /// How many slots an engine keeps. Below zero for a moment when one is dropped before its loan.
     kept: AtomicIsize,
 }
+
+/// How long memory that is to go waits for copies of it.
+const LAST_COPIES: Duration = Duration::from_secs(5);
 
 impl<M: Memory> Pool<M> {
     /// Allocates `credits` slots of `slot_size` bytes; the product was checked.
@@ -79,6 +82,22 @@ impl<M: Memory> Pool<M> {
     /// A slot without waiting; `None` if all are out.
     pub(crate) fn try_slot(self: &Arc<Self>, len: usize) -> Option<Slot<M>> {
         self.credits.try_take().map(|credit| self.slot(credit, len))
+    }
+}
+
+impl<M: Memory> Drop for Pool<M> {
+    fn drop(&mut self) {
+        if M::HOST {
+            return;
+        }
+        // No slot is anybody's any more; what was enqueued by the last owners may not be over.
+        let until = Instant::now() + LAST_COPIES;
+        if let Some(error) =
+            self.fences.iter().find_map(|fence| self.memory.settle(fence, until).err())
+        {
+            tracing::error!(%error, "a slot of a relay that is gone is still copied");
+            self.memory.keep();
+        }
     }
 }
 
@@ -160,7 +179,15 @@ impl<M: Memory> Slot<M> {
         if M::HOST {
             return Ok(());
         }
-        self.pool.memory.settle(&self.pool.fences[self.index as usize], until())
+        self.pool.memory.settle(self.fence(), until())
+    }
+
+    pub(super) fn fence(&self) -> &M::Fence {
+        &self.pool.fences[self.index as usize]
+    }
+
+    pub(super) fn memory(&self) -> &M {
+        &self.pool.memory
     }
 
     pub(crate) fn index(&self) -> u32 {
