@@ -24,6 +24,7 @@ const ROOMS: &[&str] = &[
     "conformance",
     "engine/buffer.rs",
     "engine/embedded",
+    "engine/ends.rs",
     "engine/exports.rs",
     "engine/inprocess.rs",
     "engine/mod.rs",

@@ -1,11 +1,10 @@
 //! The in-process engine: peers meet by name, and reads are copies.
-#![allow(unsafe_code)] // copies from, and into, spans that a peer in this process has pinned for us
+#![allow(unsafe_code)] // has spans copied that a peer in this process has pinned for us
 
 use std::{
     collections::BTreeMap,
     fmt,
     ops::Range,
-    ptr,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -16,12 +15,13 @@ use parking_lot::{Mutex, RwLock};
 use super::{
     Access, Engine, Event, Filled, Instance, LocalBuffer, Notification, Publication, ReadError,
     RemoteBuffer, Retracted,
+    ends::{Other, Own},
     exports::{Exports, Pin, Refusal},
 };
 use crate::{
     doorbell::Doorbell,
     error::{Error, Result},
-    memory::Span,
+    memory::{Device, Span},
     process,
     sync::atomic::{AtomicBool, Ordering},
 };
@@ -29,7 +29,7 @@ use crate::{
 /// An engine whose peers are the other engines of this process, found by name.
 ///
 /// It opens no socket and starts no thread, so that it is fast and does the same each time: for
-/// tests, and for measuring what is built on a relay. It copies host memory only.
+/// tests, and for measuring what is built on a relay. Either side may be in device memory.
 ///
 /// Its [`session_id`](Engine::session_id) is its name; dropping it frees the name.
 ///
@@ -83,6 +83,7 @@ impl InProcessEngine {
             state: RwLock::new(State::New),
             exports: Arc::default(),
             spans: Mutex::default(),
+            devices: Mutex::default(),
             inbox: ArrayQueue::new(INBOX),
             bell: Doorbell::new(),
             takes_writes: AtomicBool::new(false),
@@ -137,6 +138,7 @@ impl Engine for InProcessEngine {
             return;
         }
         *self.peer.state.write() = State::Stopped;
+        self.peer.devices.lock().clear();
         self.peer.bell.ring();
     }
 
@@ -156,6 +158,11 @@ impl Engine for InProcessEngine {
         Ok(())
     }
 
+    fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
+        self.peer.devices.lock().push((span, device));
+        Ok(())
+    }
+
     fn unregister(&self, span: Span) -> Result<()> {
         process::check()?;
         match self.peer.spans.lock().iter_mut().find(|known| known.span == span) {
@@ -170,6 +177,7 @@ impl Engine for InProcessEngine {
             });
         }
         self.peer.spans.lock().retain(|known| known.span != span);
+        self.peer.devices.lock().retain(|(known, _)| *known != span);
         Ok(())
     }
 
@@ -187,10 +195,7 @@ impl Engine for InProcessEngine {
         if let Err(error) = process::check() {
             return Err(ReadError { error, buffer: Some(local) });
         }
-        let outcome = match local.bytes_mut() {
-            Some(dest) => fill(remote, dest, deadline),
-            None => Err(device_memory()),
-        };
+        let outcome = Own::of(&mut local).and_then(|mut dest| fill(remote, &mut dest, deadline));
         match outcome {
             Ok(verified) => Ok(Filled { buffer: local, verified }),
             Err(error) => Err(ReadError { error, buffer: Some(local) }),
@@ -208,22 +213,19 @@ impl Engine for InProcessEngine {
         if let Err(error) = process::check() {
             return Some(Err(error));
         }
-        Some(fill(remote, dest, deadline).map(drop))
+        Some(fill(remote, &mut Own::Host(dest), deadline).map(drop))
     }
 
     fn write(
         &self,
         remote: &RemoteBuffer,
-        local: LocalBuffer,
+        mut local: LocalBuffer,
         deadline: Instant,
     ) -> Result<LocalBuffer, ReadError> {
         if let Err(error) = process::check() {
             return Err(ReadError { error, buffer: Some(local) });
         }
-        let outcome = match local.bytes() {
-            Some(source) => overwrite(remote, source, deadline),
-            None => Err(device_memory()),
-        };
+        let outcome = Own::of(&mut local).and_then(|source| overwrite(remote, &source, deadline));
         match outcome {
             Ok(()) => Ok(local),
             Err(error) => Err(ReadError { error, buffer: Some(local) }),
@@ -338,6 +340,8 @@ struct Peer {
     state: RwLock<State>,
     exports: Arc<Exports>,
     spans: Mutex<Vec<Registered>>,
+    /// Whose memory those are that the processor cannot touch.
+    devices: Mutex<Vec<(Span, Arc<dyn Device>)>>,
     inbox: ArrayQueue<Notification>,
     bell: Doorbell,
     takes_writes: AtomicBool,
@@ -379,6 +383,14 @@ impl Peer {
         .map_err(|refusal| self.refused(refusal))
     }
 
+    /// What is pinned, and whose memory it is.
+    fn end_of(&self, pin: &Pin) -> Other {
+        let span = pin.span();
+        let devices = self.devices.lock();
+        let known = devices.iter().find(|(known, _)| known.contains(span.addr(), span.len));
+        Other { span, device: known.map(|(_, device)| Arc::clone(device)) }
+    }
+
     #[cold]
     fn refused(&self, refusal: Refusal) -> Error {
         match refusal {
@@ -393,7 +405,7 @@ impl Peer {
         &self,
         pin: &Pin,
         deadline: Instant,
-        mut copy: impl FnMut(Range<usize>),
+        mut copy: impl FnMut(Range<usize>) -> Result<()>,
     ) -> Result<()> {
         let len = pin.span().len;
         for start in (0..len).step_by(CHUNK) {
@@ -403,7 +415,7 @@ impl Peer {
                 }
                 in_time(deadline)?;
             }
-            copy(start..len.min(start + CHUNK));
+            copy(start..len.min(start + CHUNK))?;
         }
         Ok(())
     }
@@ -418,7 +430,7 @@ fn find(name: &str) -> Result<Arc<Peer>> {
 }
 
 /// Copies `remote` to `dest` and says whether it is proven to be that put.
-fn fill(remote: &RemoteBuffer, dest: &mut [u8], deadline: Instant) -> Result<bool> {
+fn fill(remote: &RemoteBuffer, dest: &mut Own<'_>, deadline: Instant) -> Result<bool> {
     same_length(remote, dest.len())?;
     in_time(deadline)?;
     let peer = find(&remote.peer)?;
@@ -426,25 +438,20 @@ fn fill(remote: &RemoteBuffer, dest: &mut [u8], deadline: Instant) -> Result<boo
     if remote.identity.is_none()
         && let Some(stamp) = peer.exports.stamp(remote.ptr, remote.len)
     {
-        dest.copy_from_slice(&stamp);
+        dest.set(&stamp)?;
         return Ok(false);
     }
     let _shared = peer.bytes.try_read_until(deadline).ok_or(Error::TimedOut)?;
     let pin = peer.pin(remote)?;
-    let source = pin.span().ptr;
-    peer.chunks(&pin, deadline, |range| {
-        let dest = &mut dest[range.clone()];
-        // SAFETY: the range is inside the pinned span.
-        let source = unsafe { source.add(range.start) };
-        // SAFETY: the pin keeps the source mapped and its owner from writing it, `_shared` keeps
-        // `overwrite` from it; `dest` is borrowed mutably, so it is not in the source.
-        unsafe { ptr::copy_nonoverlapping(source.as_ptr(), dest.as_mut_ptr(), dest.len()) };
-    })?;
+    let source = peer.end_of(&pin);
+    // SAFETY: the pin keeps the source mapped and its owner from writing it, `_shared` keeps
+    // `overwrite` from it; `dest` is ours alone, so it is not in the source.
+    peer.chunks(&pin, deadline, |range| unsafe { dest.fill_from(&source, range) })?;
     Ok(remote.identity.is_some())
 }
 
 /// Copies `source` to `remote`.
-fn overwrite(remote: &RemoteBuffer, source: &[u8], deadline: Instant) -> Result<()> {
+fn overwrite(remote: &RemoteBuffer, source: &Own<'_>, deadline: Instant) -> Result<()> {
     same_length(remote, source.len())?;
     in_time(deadline)?;
     let peer = find(&remote.peer)?;
@@ -454,15 +461,10 @@ fn overwrite(remote: &RemoteBuffer, source: &[u8], deadline: Instant) -> Result<
     }
     let _alone = peer.bytes.try_write_until(deadline).ok_or(Error::TimedOut)?;
     let pin = peer.pin(remote)?;
-    let dest = pin.span().ptr;
-    peer.chunks(&pin, deadline, |range| {
-        let source = &source[range.clone()];
-        // SAFETY: the range is inside the pinned span.
-        let dest = unsafe { dest.add(range.start) };
-        // SAFETY: the pin keeps the destination mapped and its owner from touching it, `_alone`
-        // keeps every other peer from it; so nothing that is borrowed lies in it.
-        unsafe { ptr::copy_nonoverlapping(source.as_ptr(), dest.as_ptr(), source.len()) };
-    })
+    let dest = peer.end_of(&pin);
+    // SAFETY: the pin keeps the destination mapped and its owner from touching it, `_alone` keeps
+    // every other peer from it; so nothing that is borrowed lies in it.
+    peer.chunks(&pin, deadline, |range| unsafe { source.write_to(&dest, range) })
 }
 
 fn same_length(remote: &RemoteBuffer, len: usize) -> Result<()> {
@@ -474,11 +476,6 @@ fn same_length(remote: &RemoteBuffer, len: usize) -> Result<()> {
 
 fn in_time(deadline: Instant) -> Result<()> {
     if Instant::now() < deadline { Ok(()) } else { Err(Error::TimedOut) }
-}
-
-#[cold]
-fn device_memory() -> Error {
-    Error::config("memory", "the in-process engine copies host memory only")
 }
 
 #[cfg(test)]
@@ -516,14 +513,20 @@ mod tests {
         let far = Instant::now() + Duration::from_secs(3600);
         assert_eq!(engine.retract(&put), Retracted::Reading);
         let mut copied = 0;
-        engine.peer.chunks(&pin, far, |range| copied += range.len()).unwrap();
+        engine
+            .peer
+            .chunks(&pin, far, |range| {
+                copied += range.len();
+                Ok(())
+            })
+            .unwrap();
         assert_eq!(copied, put.span.len, "a retraction alone lets the read end");
 
-        let late = engine.peer.chunks(&pin, Instant::now(), |_| ());
+        let late = engine.peer.chunks(&pin, Instant::now(), |_| Ok(()));
         assert!(matches!(late, Err(Error::TimedOut)), "{late:?}");
 
         assert_eq!(engine.cut(&put), Retracted::Reading);
-        let cut = engine.peer.chunks(&pin, far, |_| ());
+        let cut = engine.peer.chunks(&pin, far, |_| Ok(()));
         assert!(matches!(cut, Err(Error::Stale { .. })), "{cut:?}");
         drop(pin);
         assert_eq!(engine.cut(&put), Retracted::Quiet);

@@ -4,6 +4,7 @@
 mod buffer;
 #[cfg(feature = "embedded")]
 mod embedded;
+mod ends;
 mod exports;
 mod inprocess;
 #[cfg(feature = "mooncake")]
