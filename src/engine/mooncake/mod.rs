@@ -16,7 +16,8 @@ mod shared;
 mod spans;
 
 use std::{
-    sync::atomic::Ordering,
+    fs,
+    sync::{Arc, atomic::Ordering},
     time::{Duration, Instant},
 };
 
@@ -35,7 +36,7 @@ use super::{
 };
 use crate::{
     error::{Error, Result},
-    memory::Span,
+    memory::{Device, Span},
     process,
 };
 
@@ -211,6 +212,21 @@ impl Engine for MooncakeEngine {
         unsafe { shared.spans.register(&shared.native, span, access == Access::Published) }
     }
 
+    /// The library moves it by itself, if it can: by RDMA or NVLink, or, where it is built with CUDA,
+    /// by TCP.
+    fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
+        if self.protocol() == "tcp" && !has_cuda() {
+            let reason = format!(
+                "this build of Mooncake knows nothing of CUDA, and would have the processor touch the \
+                 memory of {}: install one that does (mooncake-transfer-engine, without non-cuda), or \
+                 use the embedded engine",
+                device.location()
+            );
+            return Err(Error::config("engine", reason));
+        }
+        self.connection.shared.spans.locate(span, device.location())
+    }
+
     fn unregister(&self, span: Span) -> Result<()> {
         let shared = &self.connection.shared;
         shared.interrupt(span);
@@ -288,6 +304,11 @@ impl Engine for MooncakeEngine {
         each("peers_known", shared.peers.count() as u64);
         each("notes_refused", counters.notes_refused.load(Ordering::Relaxed));
     }
+}
+
+/// Whether CUDA's runtime is loaded here, as it is with a library that was built with it.
+fn has_cuda() -> bool {
+    fs::read_to_string("/proc/self/maps").is_ok_and(|maps| maps.contains("libcudart"))
 }
 
 fn delivered(landed: Landed) -> Result<LocalBuffer, ReadError> {

@@ -151,16 +151,17 @@ impl Native {
         }
     }
 
-    /// Registers memory; peers are told of it if they may reach it.
+    /// Registers memory at `location`; peers are told of it if they may reach it.
     ///
     /// # Safety
     ///
-    /// The span stays mapped until it is unregistered, or the engine is destroyed.
-    pub(super) unsafe fn register(&self, span: Span, remote: bool) -> Result<()> {
-        let (addr, any) = (span.ptr.as_ptr().cast(), c"*".as_ptr());
-        let call = self.library.api().registerLocalMemory;
+    /// The span stays mapped until it is unregistered, or the engine is destroyed; what the processor
+    /// cannot touch is at the location of its device.
+    pub(super) unsafe fn register(&self, span: Span, location: &CStr, remote: bool) -> Result<()> {
+        let (addr, location) = (span.ptr.as_ptr().cast(), location.as_ptr());
+        let (call, remote) = (self.library.api().registerLocalMemory, c_int::from(remote));
         // SAFETY: by this function's contract; the location is a text.
-        let code = unsafe { call(self.engine.as_ptr(), addr, span.len, any, c_int::from(remote)) };
+        let code = unsafe { call(self.engine.as_ptr(), addr, span.len, location, remote) };
         if code == 0 { Ok(()) } else { Err(broken(&self.why("registering memory", code))) }
     }
 

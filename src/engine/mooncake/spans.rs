@@ -1,6 +1,7 @@
 //! What is registered, and how many transfers touch it.
 
 use std::{
+    ffi::CString,
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicUsize, Ordering},
@@ -19,7 +20,11 @@ use crate::{
 };
 
 #[derive(Debug, Default)]
-pub(super) struct Spans(RwLock<Vec<Arc<Registered>>>);
+pub(super) struct Spans {
+    registered: RwLock<Vec<Arc<Registered>>>,
+    /// Which device each is of that the processor cannot touch.
+    devices: RwLock<Vec<(Span, CString)>>,
+}
 
 #[derive(Debug)]
 struct Registered {
@@ -42,21 +47,32 @@ impl Drop for Lease {
 }
 
 impl Spans {
+    /// What will be registered next is at that location.
+    pub(super) fn locate(&self, span: Span, location: &str) -> Result<()> {
+        let location = CString::new(location).map_err(|_| broken("a device's name with a NUL"))?;
+        self.devices.write().push((span, location));
+        Ok(())
+    }
+
     /// # Safety
     ///
-    /// The span stays mapped until it is unregistered with `Ok`, or the engine is destroyed.
+    /// The span stays mapped until it is unregistered with `Ok`, or the engine is destroyed. If the
+    /// processor cannot touch it, [`Self::locate`] was told of it.
     #[allow(unsafe_code)] // hands it on to the engine
     pub(super) unsafe fn register(&self, native: &Native, span: Span, remote: bool) -> Result<()> {
         process::check()?;
         if span.len == 0 {
             return Err(Error::config("span", "memory of no length cannot be registered"));
         }
-        let mut spans = self.0.write();
+        let mut spans = self.registered.write();
         if spans.iter().any(|known| known.span.overlaps(span)) {
             return Err(Error::config("span", "this memory, or a part of it, is registered"));
         }
+        let devices = self.devices.read();
+        let device = devices.iter().find(|(known, _)| *known == span);
+        let location = device.map_or(c"*", |(_, location)| location);
         // SAFETY: by this function's contract.
-        unsafe { native.register(span, remote) }?;
+        unsafe { native.register(span, location, remote) }?;
         let (busy, leaving) = (AtomicUsize::new(0), AtomicBool::new(false));
         spans.push(Arc::new(Registered { span, busy, leaving }));
         Ok(())
@@ -66,7 +82,7 @@ impl Spans {
     pub(super) fn unregister(&self, native: &Native, span: Span, limit: Duration) -> Result<()> {
         process::check()?;
         let known = {
-            let spans = self.0.write();
+            let spans = self.registered.write();
             let known = spans.iter().find(|known| known.span == span);
             let known = known.ok_or_else(|| Error::config("span", "it is not registered"))?;
             known.leaving.store(true, Ordering::Relaxed);
@@ -82,18 +98,19 @@ impl Spans {
             }
             thread::sleep(Duration::from_micros(200)); // between two looks
         }
-        let mut spans = self.0.write();
+        let mut spans = self.registered.write();
         let Some(at) = spans.iter().position(|other| Arc::ptr_eq(other, &known)) else {
             return Err(Error::config("span", "it was unregistered meanwhile"));
         };
         native.unregister(span)?;
         spans.swap_remove(at);
+        self.devices.write().retain(|(known, _)| *known != span);
         Ok(())
     }
 
     /// Claims the memory around `span` for a transfer.
     pub(super) fn lease(&self, span: Span) -> Result<Lease> {
-        let spans = self.0.read();
+        let spans = self.registered.read();
         let known = spans.iter().find(|known| {
             known.span.contains(span.addr(), span.len) && !known.leaving.load(Ordering::Relaxed)
         });
@@ -105,10 +122,10 @@ impl Spans {
 
     /// Where each span is that begins at `addr`.
     pub(super) fn at(&self, addr: u64) -> Option<Span> {
-        self.0.read().iter().map(|known| known.span).find(|span| span.addr() == addr)
+        self.registered.read().iter().map(|known| known.span).find(|span| span.addr() == addr)
     }
 
     pub(super) fn all(&self) -> Vec<Span> {
-        self.0.read().iter().map(|known| known.span).collect()
+        self.registered.read().iter().map(|known| known.span).collect()
     }
 }
