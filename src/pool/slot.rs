@@ -92,9 +92,11 @@ impl<M: Memory> Drop for Pool<M> {
         }
         // No slot is anybody's any more; what was enqueued by the last owners may not be over.
         let until = Instant::now() + LAST_COPIES;
-        if let Some(error) =
-            self.fences.iter().find_map(|fence| self.memory.settle(fence, until).err())
-        {
+        let settle = |fence| self.memory.settle(fence, until);
+        // Asked once more: what a device does not know now, it may know then.
+        let unknown =
+            self.fences.iter().find_map(|fence| settle(fence).or_else(|_| settle(fence)).err());
+        if let Some(error) = unknown {
             tracing::error!(%error, "a slot of a relay that is gone is still copied");
             self.memory.keep();
         }

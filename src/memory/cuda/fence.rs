@@ -96,12 +96,11 @@ impl Fence {
             current.wait_on(stream, event.raw).map_err(|fault| gpu.error(fault))?;
         }
         let Some(event) = &state.event else { return Ok(()) };
-        begin(stream).map_err(|fault| gpu.error(fault))?;
-        let Err(fault) = current.record(event.raw, stream) else {
+        let Err(fault) = begin(stream).and_then(|()| current.record(event.raw, stream)) else {
             state.busy = Busy::Marked;
             return Ok(());
         };
-        // It has begun, with nothing to tell its end: so it is waited for here.
+        // It may have begun, with nothing to tell its end: so it is waited for here.
         state.busy = Busy::Unmarked;
         gpu.drain(stream)?;
         state.busy = Busy::Quiet;
