@@ -64,6 +64,7 @@ lint:
 	$(CARGO) clippy --all-targets --all-features -- -D warnings
 	$(CARGO) clippy --test interop_all --all-features -- -D warnings
 	$(CARGO) clippy --lib --no-default-features -- -D warnings
+	$(CARGO) clippy --lib --no-default-features --features cuda -- -D warnings
 	$(call stage,documentation)
 	RUSTDOCFLAGS='-D warnings' $(CARGO) doc --no-deps --all-features
 

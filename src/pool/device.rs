@@ -75,6 +75,7 @@ impl Slot<Cuda> {
         self.same_length("src", src.num_bytes())?;
         self.memory().check_stream("src", own)?;
         self.memory().check_stream("stream", stream)?;
+        let _inside = self.memory().enter()?;
         let (from, recorded) = src.device_ptr(stream);
         self.memory().check_kept(stream)?;
         let to = self.span().addr();
@@ -107,6 +108,7 @@ impl Slot<Cuda> {
         }
         self.memory().check_stream("dest", &own)?;
         self.memory().check_stream("stream", stream)?;
+        let _inside = self.memory().enter()?;
         let (to, recorded) = dest.device_ptr_mut(stream);
         self.memory().check_kept(stream)?;
         let from = self.span().addr();

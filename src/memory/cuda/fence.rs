@@ -117,9 +117,11 @@ impl Fence {
 }
 
 impl State {
-    /// The event to wait for, if there is anything to wait for.
+    /// The event to wait for, if there is anything to wait for. Of a device that is given up no slot is
+    /// used any more: a copy that has no end may be of any.
     fn marked(&self, gpu: &Gpu) -> Result<Option<&Event>> {
         match self.busy {
+            _ if gpu.is_lost() => Err(gpu.no_end()),
             Busy::Quiet => Ok(None),
             Busy::Marked => Ok(self.event.as_ref()),
             Busy::Unmarked => Err(gpu.no_end()),

@@ -122,6 +122,12 @@ impl Cuda {
         self.gpu.api()
     }
 
+    /// While the value lives, this thread's calls, `cudarc`'s too, go to the device; then the thread has
+    /// what it had before.
+    pub(crate) fn enter(&self) -> Result<impl Drop + '_> {
+        self.gpu.enter()
+    }
+
     /// Fails unless `stream` is of this device, in the context that everybody shares.
     pub(crate) fn check_stream(&self, field: &'static str, stream: &CudaStream) -> Result<()> {
         if ptr::eq(stream.context().cu_ctx(), self.gpu.context()) {

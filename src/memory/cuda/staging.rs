@@ -60,6 +60,9 @@ impl Staged {
     /// Begins what `copy` begins on a stream.
     fn begin(&mut self, copy: impl FnOnce(&Self, &Lane) -> Result<(), Fault>) -> Result<()> {
         let gpu = Arc::clone(&self.gpu);
+        if gpu.is_lost() {
+            return Err(gpu.no_end());
+        }
         let current = gpu.enter()?;
         let Some(lane) = self.lane.take() else { return Ok(()) };
         let begun = match copy(self, &lane) {
