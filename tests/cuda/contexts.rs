@@ -64,7 +64,17 @@ fn o2_two_devices_on_one_thread_and_its_own_context_stays(rig: &Rig) {
             assert!(current() == before);
         }
     }
-    drop((zero, one));
+    // What cudarc does for a copy, too.
+    let other = CudaContext::new(0).unwrap();
+    let stream = other.new_stream().unwrap();
+    let mut tensor = stream.alloc_zeros::<u8>(100).unwrap();
+    own.bind_to_thread().unwrap();
+    let second = other.default_stream();
+    let mut slot = zero.try_acquire(100).unwrap();
+    slot.copy_from_device(&tensor, Some(&second)).unwrap();
+    slot.copy_to_device(&mut tensor, Some(&second)).unwrap();
+    assert!(current() == before);
+    drop((zero, one, slot));
     assert!(current() == before);
     // A thread without any has none afterwards.
     let none = thread::spawn(|| {

@@ -298,16 +298,20 @@ fn a_device_that_fails_for_good_fails_its_gets_and_their_senders_hear(rig: &Rig)
 fn a_device_that_does_not_answer_is_given_up(rig: &Rig) {
     let standin = rig.standin();
     let (relay, host) = (on_device(0), on_host());
-    let (metadata, _put) = relay.send(&pattern(LEN, 1));
+    let (_others, device, [slots, _]) = device_of("given up");
+    let chunk = device.pinned(LEN).unwrap();
+    let (metadata, put) = relay.send(&pattern(LEN, 1));
     standin.fail("cuEventRecord", 1, UNKNOWN);
     standin.fail("cuStreamSynchronize", 1, UNKNOWN);
     assert!(matches!(host.fetch(&metadata), Err(Error::Device { call: "cuEventRecord", .. })));
+    drop(put.wait()); // its slot is free
     // From here on nothing of that device is an `Ok`.
     let (metadata, _other) = host.send(&pattern(LEN, 2));
     for _ in 0..3 {
         let errors = [
             relay.fetch(&metadata).map(drop),
             relay.put_host(&pattern(LEN, 3), Tensor::bytes(LEN)).map(drop),
+            relay.put(relay.try_acquire(LEN).unwrap(), Tensor::bytes(LEN)).map(drop),
             Relay::<Cuda>::with_memory(0, engine(), &config()).map(drop),
         ];
         for error in errors {
@@ -321,6 +325,11 @@ fn a_device_that_does_not_answer_is_given_up(rig: &Rig) {
             }
         }
     }
+    // SAFETY: the span is that of a relay that does not use it.
+    let copying = unsafe { chunk.send_to(mooncake_relay::Span { len: LEN, ..slots }) };
+    let (chunk, refused) = copying.wait();
+    assert!(matches!(refused, Err(Error::Device { .. })), "{refused:?}");
+    drop(chunk);
     eventually((2, 2), || (relay.health().free, relay.health().receive_free));
     let left = standin.live("device");
     drop(relay);
