@@ -8,11 +8,12 @@ use std::{
 };
 
 use cudarc::driver::{CudaContext, CudaStream};
-use mooncake_relay::{Error, Relay, Tensor};
+use mooncake_relay::{Cuda, Error, Relay, Result, Slot, Tensor};
 
 use crate::{
     Rig, cases,
     common::eventually,
+    standin::UNKNOWN,
     ways::{SOON, Side, config, engine, on_device, on_host, pattern},
 };
 
@@ -29,6 +30,7 @@ cases! {
         a_get_gives_up_on_a_slot_whose_stream_does_not_move,
         copies_of_host_memory_are_over_when_they_return,
         a_read_is_over_when_it_is_said_to_be,
+        a_copy_that_nothing_tells_the_end_of_is_waited_for,
         a_relay_that_is_closed_lets_copies_end_before_its_memory_goes;
     Leaves []:
         memory_whose_copies_do_not_end_is_left_rather_than_freed;
@@ -98,9 +100,7 @@ fn in_place(tensor: &cudarc::driver::CudaSlice<u8>, at: u64, stream: &CudaStream
 
 fn a_get_does_not_write_a_slot_that_is_still_copied_from(rig: &Rig) {
     let from = on_host();
-    let to =
-        Relay::<mooncake_relay::Cuda>::with_memory(0, engine(), &config().with_receive_credits(1))
-            .unwrap();
+    let to = Relay::<Cuda>::with_memory(0, engine(), &config().with_receive_credits(1)).unwrap();
     let stream = stream();
     let mut kept = stream.alloc_zeros::<u8>(5000).unwrap();
     stream.synchronize().unwrap();
@@ -125,8 +125,7 @@ fn a_get_does_not_write_a_slot_that_is_still_copied_from(rig: &Rig) {
 }
 
 fn a_slot_that_was_dropped_while_it_was_filled_is_not_filled_over_by_the_old_copy(rig: &Rig) {
-    let from =
-        Relay::<mooncake_relay::Cuda>::with_memory(0, engine(), &config().with_credits(1)).unwrap();
+    let from = Relay::<Cuda>::with_memory(0, engine(), &config().with_credits(1)).unwrap();
     let (to, stream) = (on_host(), stream());
     let old = stream.clone_htod(&pattern(5000, 1)).unwrap();
     stream.synchronize().unwrap();
@@ -197,7 +196,7 @@ fn a_get_into_is_behind_its_stream_and_before_what_comes_after(rig: &Rig) {
 
 fn a_put_gives_up_on_a_stream_that_does_not_move_and_the_slot_comes_back(rig: &Rig) {
     let config = config().with_credits(1).with_read_timeout(Duration::from_millis(200));
-    let relay = Relay::<mooncake_relay::Cuda>::with_memory(0, engine(), &config).unwrap();
+    let relay = Relay::<Cuda>::with_memory(0, engine(), &config).unwrap();
     let stream = stream();
     let tensor = stream.clone_htod(&pattern(5000, 1)).unwrap();
     stream.synchronize().unwrap();
@@ -218,8 +217,7 @@ fn a_put_gives_up_on_a_stream_that_does_not_move_and_the_slot_comes_back(rig: &R
 
 fn a_get_gives_up_on_a_slot_whose_stream_does_not_move(rig: &Rig) {
     let config = config().with_receive_credits(1);
-    let (from, to) =
-        (on_host(), Relay::<mooncake_relay::Cuda>::with_memory(0, engine(), &config).unwrap());
+    let (from, to) = (on_host(), Relay::<Cuda>::with_memory(0, engine(), &config).unwrap());
     let stream = stream();
     let mut kept = stream.alloc_zeros::<u8>(100).unwrap();
     stream.synchronize().unwrap();
@@ -274,6 +272,37 @@ fn a_read_is_over_when_it_is_said_to_be(rig: &Rig) {
     }
 }
 
+fn a_copy_that_nothing_tells_the_end_of_is_waited_for(rig: &Rig) {
+    let (relay, stream, standin) = (on_device(0), stream(), rig.standin());
+    let tensor = stream.clone_htod(&pattern(5000, 1)).unwrap();
+    stream.synchronize().unwrap();
+    let bytes = pattern(5000, 2);
+    let on_theirs = |slot: &mut Slot<Cuda>| slot.copy_from_device(&tensor, Some(&stream));
+    let on_our_own = |slot: &mut Slot<Cuda>| slot.copy_from_host(&bytes);
+    let copies: [&(dyn Fn(&mut Slot<Cuda>) -> Result<()> + Sync); 2] = [&on_theirs, &on_our_own];
+    for (copy, expected) in copies.into_iter().zip([&pattern(5000, 1), &bytes]) {
+        let mut slot = relay.try_acquire(5000).unwrap();
+        let before = standin.calls("cuStreamSynchronize");
+        standin.hold(true);
+        standin.fail("cuEventRecord", 1, UNKNOWN);
+        thread::scope(|s| {
+            let copied = s.spawn(|| copy(&mut slot));
+            eventually(true, || standin.calls("cuStreamSynchronize") > before);
+            assert!(!copied.is_finished());
+            standin.hold(false);
+            let failed = copied.join().unwrap();
+            assert!(
+                matches!(failed, Err(Error::Device { call: "cuEventRecord", .. })),
+                "{failed:?}"
+            );
+        });
+        // It is the slot's owner's again, and over.
+        let mut got = vec![0; 5000];
+        slot.copy_to_host(&mut got).unwrap();
+        assert!(got == *expected);
+    }
+}
+
 fn a_relay_that_is_closed_lets_copies_end_before_its_memory_goes(rig: &Rig) {
     let (relay, stream) = (on_device(0), stream());
     let tensor = stream.clone_htod(&pattern(5000, 1)).unwrap();
@@ -292,11 +321,7 @@ fn a_relay_that_is_closed_lets_copies_end_before_its_memory_goes(rig: &Rig) {
 }
 
 /// Drops the last slot while its stream is held, and lets the stream go only then.
-fn relay_is_gone(
-    slot: mooncake_relay::Slot<mooncake_relay::Cuda>,
-    rig: &Rig,
-    stream: &CudaStream,
-) -> bool {
+fn relay_is_gone(slot: Slot<Cuda>, rig: &Rig, stream: &CudaStream) -> bool {
     let before = rig.standin().live("device");
     thread::scope(|s| {
         let dropped = s.spawn(|| drop(slot));
