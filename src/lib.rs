@@ -111,7 +111,7 @@ pub use crate::{
         ReadError, RemoteBuffer, Retracted, Stamp, Viewed, open_engine,
     },
     health::{AllCounters, Closed, Getting, Health, Holder, PeerHealth},
-    memory::{Copying, Device, Host, HugePages, IpcMemory, Memory, Pinned, Span},
+    memory::{Copying, CopyingWithin, Device, Host, HugePages, IpcMemory, Memory, Pinned, Span},
     metadata::Metadata,
     pool::Slot,
     relay::Relay,

@@ -470,9 +470,9 @@ impl<M: Memory> Relay<M> {
         if let Some(file) = slots.memory().file() {
             engine.backed_by(slots.memory().span(), self.core.puts.slots() as u32, file);
         }
-        for memory in [slots.memory(), self.core.receive.memory()] {
-            if let Some(device) = memory.device_access() {
-                engine.device_memory(memory.span(), device)?;
+        for pool in [slots, &self.core.receive] {
+            if let Some(device) = pool.memory().device_access() {
+                engine.device_memory(pool.memory().span(), pool.slots(), device)?;
             }
         }
         for (span, access) in self.core.spans() {

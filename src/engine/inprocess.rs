@@ -158,7 +158,7 @@ impl Engine for InProcessEngine {
         Ok(())
     }
 
-    fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
+    fn device_memory(&self, span: Span, _slots: u32, device: Arc<dyn Device>) -> Result<()> {
         self.peer.devices.lock().push((span, device));
         Ok(())
     }

@@ -155,7 +155,7 @@ pub trait Engine: Send + Sync + 'static {
         let _ = (span, slots, fd);
     }
 
-    /// `span`, which will be registered next, is memory of `device`, all of one pool. The processor
+    /// `span`, which will be registered next, is `slots` slots of one size in memory of `device`. The processor
     /// cannot touch it: a [`LocalBuffer`] in it has no [`bytes`](LocalBuffer::bytes), and what is
     /// [published](Self::publish) in it has none either. Forgotten when it is unregistered. By
     /// default it is refused.
@@ -163,8 +163,8 @@ pub trait Engine: Send + Sync + 'static {
     /// # Errors
     ///
     /// [`Error::Config`] from an engine that moves host memory only; the relay is not made then.
-    fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
-        let _ = span;
+    fn device_memory(&self, span: Span, slots: u32, device: Arc<dyn Device>) -> Result<()> {
+        let _ = (span, slots);
         Err(Error::config(
             "engine",
             format!(
@@ -178,7 +178,7 @@ pub trait Engine: Send + Sync + 'static {
     }
 
     /// Which way bytes come from `peer` at present, for [`Relay::health`](crate::Relay::health):
-    /// `"local"`, `"tcp"`. `None`, the default: as [`protocol`](Self::protocol) says.
+    /// `"local"`, `"tcp"`, `"cuda-ipc"`, …. `None`, the default: as [`protocol`](Self::protocol) says.
     fn way(&self, peer: &str) -> Option<&'static str> {
         let _ = peer;
         None

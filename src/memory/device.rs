@@ -55,6 +55,16 @@ pub trait Device: super::sealed::Device + fmt::Debug + Send + Sync + 'static {
     /// [`Error::Device`]; `to` is unspecified then, and is not written any more.
     unsafe fn copy_within(&self, from: Span, to: Span) -> Result<()>;
 
+    /// As [`copy_within`](Self::copy_within), without waiting for it where the device can do so.
+    ///
+    /// # Safety
+    ///
+    /// As there, until the copy was waited for, or dropped.
+    unsafe fn begin_within(&self, from: Span, to: Span) -> CopyingWithin {
+        // SAFETY: by this function's contract.
+        CopyingWithin::over(unsafe { self.copy_within(from, to) })
+    }
+
     /// `len` bytes of host memory, zeroed, that copies to and from this device go through fastest.
     ///
     /// # Errors
@@ -178,6 +188,48 @@ impl Copying {
     }
 }
 
+/// A copy from device memory to device memory, under way or over. Dropped, it is waited for.
+#[must_use]
+pub struct CopyingWithin(Result<Option<Box<dyn Within>>>);
+
+impl CopyingWithin {
+    #[cfg_attr(not(feature = "cuda"), expect(dead_code, reason = "no device makes one"))]
+    pub(crate) fn new(begun: Result<Box<dyn Within>>) -> Self {
+        Self(begun.map(Some))
+    }
+
+    /// One that is over already.
+    pub(crate) fn over(ended: Result<()>) -> Self {
+        Self(ended.map(|()| None))
+    }
+
+    /// Whether it is over, or never began: then [`wait`](Self::wait) does not block.
+    pub fn is_done(&self) -> bool {
+        match &self.0 {
+            Ok(Some(copy)) => copy.is_done(),
+            Ok(None) | Err(_) => true,
+        }
+    }
+
+    /// Waits until it is over.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::Device`]; the bytes are unspecified then, and are not written any more.
+    pub fn wait(self) -> Result<()> {
+        match self.0? {
+            Some(mut copy) => copy.wait(),
+            None => Ok(()),
+        }
+    }
+}
+
+impl fmt::Debug for CopyingWithin {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("CopyingWithin").field("is_done", &self.is_done()).finish()
+    }
+}
+
 /// Memory of another process on a device, mapped; unmapped when it is dropped.
 pub struct IpcMemory(Box<dyn Mapping>);
 
@@ -219,6 +271,15 @@ pub(crate) trait Staging: Send + Sync {
     fn is_done(&self) -> bool;
 
     /// Waits for what was begun.
+    fn wait(&mut self) -> Result<()>;
+}
+
+/// What is behind a [`CopyingWithin`]. Dropped, it waits.
+pub(crate) trait Within: Send + Sync {
+    /// Whether it is over, well or not.
+    fn is_done(&self) -> bool;
+
+    /// Waits for it.
     fn wait(&mut self) -> Result<()>;
 }
 

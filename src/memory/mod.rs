@@ -18,7 +18,7 @@ pub(crate) use self::huge::{CHOICES as HUGE_PAGES, check_huge};
 pub(crate) use self::lock::{check_lock, lock};
 pub use self::{
     copy::Copier,
-    device::{Copying, Device, IpcMemory, Pinned},
+    device::{Copying, CopyingWithin, Device, IpcMemory, Pinned},
     host::Host,
     huge::HugePages,
 };

@@ -61,6 +61,11 @@ impl<M: Memory> Pool<M> {
         &self.credits
     }
 
+    /// How many slots there are.
+    pub(crate) fn slots(&self) -> u32 {
+        self.fences.len() as u32
+    }
+
     pub(crate) fn slot_size(&self) -> usize {
         self.slot_size
     }

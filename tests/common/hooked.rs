@@ -281,8 +281,13 @@ macro_rules! hooks {
                 self.inner.engine.backed_by(span, slots, fd);
             }
 
-            fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
-                self.inner.engine.device_memory(span, device)
+            fn device_memory(
+                &self,
+                span: Span,
+                slots: u32,
+                device: Arc<dyn Device>,
+            ) -> Result<()> {
+                self.inner.engine.device_memory(span, slots, device)
             }
 
             fn way(&self, peer: &str) -> Option<&'static str> {

@@ -102,9 +102,9 @@ impl Engine for Ignorant {
 impl Engine for Keeping {
     passes_on!(inner);
 
-    fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
+    fn device_memory(&self, span: Span, slots: u32, device: Arc<dyn Device>) -> Result<()> {
         self.devices.lock().push((span, Arc::clone(&device)));
-        self.inner.device_memory(span, device)
+        self.inner.device_memory(span, slots, device)
     }
 
     fn read(

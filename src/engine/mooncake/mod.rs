@@ -214,7 +214,7 @@ impl Engine for MooncakeEngine {
 
     /// The library moves it by itself, if it can: by RDMA or NVLink, or, where it is built with CUDA,
     /// by TCP.
-    fn device_memory(&self, span: Span, device: Arc<dyn Device>) -> Result<()> {
+    fn device_memory(&self, span: Span, _slots: u32, device: Arc<dyn Device>) -> Result<()> {
         if self.protocol() == "tcp" && !has_cuda() {
             let reason = format!(
                 "this build of Mooncake knows nothing of CUDA, and would have the processor touch the \

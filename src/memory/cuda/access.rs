@@ -8,12 +8,13 @@ use super::{
     api::{Fault, INVALID_VALUE},
     gpu::Gpu,
     staging::Staged,
+    within::CopyOnDevice,
 };
 use crate::{
     error::{Error, Result},
     memory::{
         Span,
-        device::{Device, IpcMemory, Mapping, Pinned},
+        device::{CopyingWithin, Device, IpcMemory, Mapping, Pinned},
         sealed,
     },
 };
@@ -67,6 +68,15 @@ impl Device for Access {
         self.0.run(|_, stream| unsafe {
             self.0.api().cuMemcpyDtoDAsync_v2(to.addr(), from.addr(), to.len, stream)
         })
+    }
+
+    unsafe fn begin_within(&self, from: Span, to: Span) -> CopyingWithin {
+        if from.len == 0 || from.len != to.len {
+            return CopyingWithin::over(same_length(from.len, to.len));
+        }
+        // SAFETY: by this function's contract.
+        let begun = unsafe { CopyOnDevice::begin(&self.0, from, to) };
+        CopyingWithin::new(begun.map(|copy| Box::new(copy) as _))
     }
 
     fn pinned(&self, len: usize) -> Result<Pinned> {

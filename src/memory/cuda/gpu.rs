@@ -73,6 +73,8 @@ const BLOCKING_SYNC: u32 = 1;
 const DISABLE_TIMING: u32 = 2;
 /// How long a copy is watched before its thread sleeps.
 const WATCH: Duration = Duration::from_micros(50);
+/// How long a context that has something under way may refuse a thread.
+const PATIENCE: Duration = Duration::from_secs(1);
 
 impl Gpu {
     /// The device of that number; the same value while anybody has it.
@@ -174,6 +176,23 @@ impl Gpu {
         Ok(Current(self))
     }
 
+    /// As [`enter`](Self::enter), for whoever has something under way there: a refusal tells nothing of
+    /// that, so it is tried again for a while. After that the device is given up.
+    pub(super) fn enter_again(&self) -> Result<Current<'_>> {
+        let begun = Instant::now();
+        loop {
+            match self.enter() {
+                Ok(current) => return Ok(current),
+                Err(error) if begun.elapsed() >= PATIENCE => {
+                    self.lost.store(true, Ordering::Relaxed);
+                    tracing::error!(%error, "a copy has no end: the device is not used any more");
+                    return Err(error);
+                }
+                Err(_) => thread::sleep(Duration::from_millis(1)),
+            }
+        }
+    }
+
     /// A stream of one's own for a while; the thread is inside.
     pub(super) fn lane(&self, current: &Current<'_>) -> Result<Lane> {
         if self.is_lost() {
@@ -266,7 +285,8 @@ impl Gpu {
     /// Whether what was marked is over, well or not.
     pub(super) fn is_over(&self, lane: &Lane) -> bool {
         // Whoever waits for it hears why it cannot be known.
-        self.enter().is_ok_and(|current| current.is_over(lane.event).unwrap_or(true))
+        self.is_lost()
+            || self.enter().is_ok_and(|current| current.is_over(lane.event).unwrap_or(true))
     }
 
     /// After a fault: waits until nothing is under way on the lane, and says what the fault was. If that

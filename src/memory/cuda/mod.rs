@@ -5,6 +5,7 @@ mod api;
 mod fence;
 mod gpu;
 mod staging;
+mod within;
 
 use std::{
     fmt,

@@ -123,8 +123,8 @@ impl Staging for Staged {
 
     fn wait(&mut self) -> Result<()> {
         let (State::Busy, Some(lane)) = (self.state, &self.lane) else { return Ok(()) };
-        let current = self.gpu.enter()?;
-        let ended = self.gpu.wait_for(&current, lane);
+        let current = self.gpu.enter_again();
+        let ended = current.and_then(|current| self.gpu.wait_for(&current, lane));
         self.state = if self.gpu.is_lost() { State::Lost } else { State::Quiet };
         ended
     }
