@@ -109,7 +109,8 @@ pub struct PeerHealth {
     /// `"good"` (it answered last time), `"unproven"` (it has not answered yet) or `"failed"`.
     pub state: &'static str,
     /// Which way bytes come from it: `"local"` (shared memory), `"tcp"`, or as the engine's protocol
-    /// says.
+    /// says. Into device memory: `"cuda-ipc"` (one copy, from device to device), `"local-staged"` (from
+    /// shared memory, through pinned memory) or `"staged"` (by TCP, through pinned memory).
     pub way: String,
     /// How many of this relay's transfer threads are busy with it.
     pub busy: u32,

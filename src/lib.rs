@@ -97,7 +97,7 @@ pub mod conformance;
 pub mod guide;
 
 #[cfg(all(feature = "embedded", not(loom)))]
-pub use crate::engine::{EmbeddedBuilder, EmbeddedEngine};
+pub use crate::engine::{EmbeddedBuilder, EmbeddedEngine, Staging};
 #[cfg(all(feature = "mooncake", not(loom)))]
 pub use crate::engine::{MooncakeConfig, MooncakeConnection, MooncakeEngine, Opcode};
 #[cfg(all(feature = "cuda", not(loom)))]

@@ -18,7 +18,7 @@ pub use self::buffer::{Filled, LocalBuffer, ReadError, RemoteBuffer, Stamp};
 #[cfg(all(fuzzing, feature = "embedded"))]
 pub use self::embedded::fuzzing;
 #[cfg(feature = "embedded")]
-pub use self::embedded::{EmbeddedBuilder, EmbeddedEngine};
+pub use self::embedded::{EmbeddedBuilder, EmbeddedEngine, Staging};
 pub use self::inprocess::InProcessEngine;
 #[cfg(feature = "mooncake")]
 pub use self::mooncake::{MooncakeConfig, MooncakeConnection, MooncakeEngine, Opcode};

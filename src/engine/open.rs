@@ -26,6 +26,9 @@ pub struct EngineOptions {
     pub allow_writes: bool,
     /// Whether shared memory is used between processes of this host, where it can be. Default yes.
     pub local: bool,
+    /// Embedded: whether a relay in device memory may be made, whose bytes go through pinned host
+    /// memory: [`Staging`](crate::Staging) with its defaults. Default no.
+    pub staging: bool,
     /// Mooncake: `tcp` (the default), `rdma` or `nvlink`. Embedded takes none but `tcp`.
     pub protocol: String,
     /// Mooncake: `P2PHANDSHAKE` (the default), or a metadata server's address.
@@ -41,6 +44,7 @@ impl Default for EngineOptions {
             advertise: None,
             allow_writes: false,
             local: true,
+            staging: false,
             protocol: "tcp".to_owned(),
             metadata_server: "P2PHANDSHAKE".to_owned(),
             device_name: String::new(),
@@ -50,8 +54,8 @@ impl Default for EngineOptions {
 
 impl EngineOptions {
     /// The default, with `MOONCAKE_RELAY_LISTEN`, `_ADVERTISE`, `_PROTOCOL`, `_METADATA_SERVER` and
-    /// `_DEVICE_NAME` where they are set, and without shared memory where `_LOCAL` is `false`. Whether
-    /// they can be used is found when the engine is opened; see [`open_engine`] for an example.
+    /// `_DEVICE_NAME` where they are set, without shared memory where `_LOCAL` is `false`, and with staging
+    /// where `_STAGING` is `true`. Whether they can be used is found when the engine is opened; see [`open_engine`] for an example.
     pub fn from_env() -> Self {
         let mut options = Self::default();
         for (name, field) in [
@@ -66,6 +70,7 @@ impl EngineOptions {
         }
         options.advertise = env::var("MOONCAKE_RELAY_ADVERTISE").ok();
         options.local = env::var("MOONCAKE_RELAY_LOCAL").map_or(true, |local| local != "false");
+        options.staging = env::var("MOONCAKE_RELAY_STAGING").is_ok_and(|staging| staging == "true");
         options
     }
 }
@@ -96,7 +101,10 @@ pub fn open_engine(name: &str, options: &EngineOptions) -> Result<Arc<dyn Engine
             if let Some(advertise) = &options.advertise {
                 builder = builder.advertise(advertise);
             }
-            let builder = builder.allow_writes(options.allow_writes).local(options.local);
+            let mut builder = builder.allow_writes(options.allow_writes).local(options.local);
+            if options.staging {
+                builder = builder.staging(super::Staging::default());
+            }
             Ok(Arc::new(builder.bind()?))
         }
         #[cfg(feature = "mooncake")]

@@ -13,7 +13,7 @@ use rustix::{
 use socket2::{Domain, Protocol, Socket, Type};
 
 use super::{
-    EmbeddedEngine,
+    EmbeddedEngine, Staging,
     address::{Address, Advertised, resolve},
 };
 use crate::{
@@ -55,6 +55,7 @@ pub struct EmbeddedBuilder {
     pub(super) limits: Limits,
     pub(super) queued_notes: usize,
     pub(super) local: bool,
+    pub(super) staging: Option<Staging>,
     pub(super) patience: Patience,
 }
 
@@ -90,6 +91,7 @@ impl EmbeddedBuilder {
             limits: Limits { allow_writes: false, connections: connections() },
             queued_notes: 16_384,
             local: true,
+            staging: None,
             patience: Patience::default(),
         }
     }
@@ -124,6 +126,13 @@ impl EmbeddedBuilder {
     /// user and one network namespace. By default they do, and by TCP wherever that cannot be.
     pub fn local(mut self, local: bool) -> Self {
         self.local = local;
+        self
+    }
+
+    /// Lets it serve a relay whose slots are in device memory, through pinned host memory of that
+    /// size. By default such a relay cannot be made; one in host memory has no use for it.
+    pub fn staging(mut self, staging: Staging) -> Self {
+        self.staging = Some(staging);
         self
     }
 
@@ -176,6 +185,7 @@ impl EmbeddedBuilder {
         if self.limits.connections == 0 {
             return Err(Error::config("max_connections", "must be at least 1"));
         }
+        self.staging.as_ref().map_or(Ok(()), Staging::check)?;
         let Patience { connect, stall } = self.patience;
         for (field, time) in [("connect_timeout", connect), ("stall_timeout", stall)] {
             if time.is_zero() {

@@ -11,6 +11,7 @@ pub mod fuzzing;
 mod inbox;
 mod local;
 mod server;
+mod staging;
 
 use std::{
     mem,
@@ -23,10 +24,10 @@ use std::{
     time::{Duration, Instant},
 };
 
-use parking_lot::Mutex;
+use parking_lot::{Mutex, RwLock};
 use tracing::error;
 
-pub use self::builder::EmbeddedBuilder;
+pub use self::{builder::EmbeddedBuilder, staging::Staging};
 use self::{
     builder::{Endpoint, Limits, Listeners, Patience},
     client::Client,
@@ -34,6 +35,7 @@ use self::{
     inbox::Inbox,
     local::{Heard, Local},
     server::Server,
+    staging::{Landing, Stager},
 };
 use super::{
     Access, Engine, Event, Filled, Instance, LocalBuffer, Notification, Publication, ReadError,
@@ -42,7 +44,7 @@ use super::{
 use crate::{
     doorbell::Doorbell,
     error::{Error, Result},
-    memory::Span,
+    memory::{Device, Span},
     process,
 };
 
@@ -132,6 +134,8 @@ impl EmbeddedEngine {
             endpoint,
             limits: builder.limits,
             patience: builder.patience,
+            staging: builder.staging,
+            stager: RwLock::default(),
             exports: Arc::default(),
             inbox: Inbox::new(builder.queued_notes, Arc::clone(local.bell())),
             local,
@@ -187,7 +191,7 @@ impl Engine for EmbeddedEngine {
         Ok(())
     }
 
-    fn stop(&self, _deadline: Instant) {
+    fn stop(&self, deadline: Instant) {
         if !process::is_here() {
             return;
         }
@@ -205,6 +209,9 @@ impl Engine for EmbeddedEngine {
         server.stop();
         // Its thread may have let a reader in meanwhile, whom nobody would tell that we are gone.
         self.shared.local.stop();
+        if let Some(stager) = self.shared.stager.write().take() {
+            stager.stop(deadline);
+        }
         *self.state.lock() = State::Stopped;
     }
 
@@ -220,9 +227,33 @@ impl Engine for EmbeddedEngine {
         self.shared.local.backed_by(span, slots, fd);
     }
 
+    fn device_memory(&self, span: Span, slots: u32, device: Arc<dyn Device>) -> Result<()> {
+        let Some(staging) = self.shared.staging else {
+            let reason = format!(
+                "it reads and serves the memory of {} through host memory that it was not given: \
+                 build it with `EmbeddedEngine::builder(..).staging(Staging::default())`",
+                device.location()
+            );
+            return Err(Error::config("staging", reason));
+        };
+        let mut stager = self.shared.stager.write();
+        let stager = match &mut *stager {
+            Some(known) if known.device().uuid() == device.uuid() => known,
+            Some(_) => return Err(Error::config("memory", "all of it must be on one device")),
+            none => none.insert(Stager::start(device, staging)?),
+        };
+        stager.add(span, slots);
+        self.shared.local.on_device(stager);
+        Ok(())
+    }
+
     fn way(&self, peer: &str) -> Option<&'static str> {
         self.here()?;
-        Some(if self.shared.local.is_met(peer) { "local" } else { "tcp" })
+        Some(match (self.shared.local.way(peer), &*self.shared.stager.read()) {
+            (Some(way), _) => way,
+            (None, Some(_)) => "staged",
+            (None, None) => "tcp",
+        })
     }
 
     unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
@@ -235,6 +266,12 @@ impl Engine for EmbeddedEngine {
             return Err(Error::config("span", "this memory, or a part of it, is registered"));
         }
         spans.push((span, access));
+        if access == Access::Published
+            && let Some(stager) = &*self.shared.stager.read()
+            && let Some(slots) = stager.slots(span)
+        {
+            self.shared.local.lend_device(span, slots, &**stager.device());
+        }
         Ok(())
     }
 
@@ -252,22 +289,28 @@ impl Engine for EmbeddedEngine {
             // Marks what is read, has the server drop it, and waits for that.
             Access::Published => {
                 self.shared.local.unregister(span);
-                exports.forget(span, Instant::now()) || {
+                let quiet = exports.forget(span, Instant::now()) || {
                     self.wake();
                     exports.forget(span, deadline)
-                }
+                };
+                quiet && self.shared.local.has_all_back(span, deadline)
             }
             Access::Local => {
+                let stager = self.shared.stager();
                 self.client.end_reads_into(span, deadline)
                     && self.shared.local.end_inside(span, deadline)
+                    && stager.is_none_or(|stager| stager.let_go_of(span, deadline))
             }
         };
+        if let Some(stager) = self.shared.stager().filter(|_| quiet) {
+            stager.forget(span);
+        }
         if quiet { Ok(()) } else { Err(broken("a read would not let go of unregistered memory")) }
     }
 
     fn connect(&self, peer: &str, deadline: Instant) -> Result<()> {
         process::check()?;
-        if self.shared.local.is_met(peer) {
+        if self.shared.local.way(peer).is_some() {
             return Ok(());
         }
         self.client.connect(peer, deadline)
@@ -281,6 +324,13 @@ impl Engine for EmbeddedEngine {
     ) -> Result<Filled, ReadError> {
         if let Err(error) = process::check() {
             return Err(ReadError { error, buffer: Some(local) });
+        }
+        if let Some(stager) = local.device().and_then(|_| self.shared.stager()) {
+            let landing = Landing::new(&stager, local);
+            return match self.shared.local.read_device(remote, landing, deadline) {
+                Ok(read) => read,
+                Err(landing) => self.client.read_staged(remote, *landing, deadline),
+            };
         }
         let read = local.bytes_mut();
         match read.and_then(|dest| self.shared.local.read(remote, dest, deadline)) {
@@ -432,6 +482,7 @@ impl Engine for EmbeddedEngine {
         }
         self.shared.local.counters(each);
         self.client.counters(each);
+        each("reads_staged", self.shared.stager.read().as_ref().map_or(0, |stager| stager.reads()));
         let counters = &self.shared.counters;
         let values = [
             ("bytes_served", &counters.bytes_served),
@@ -463,6 +514,10 @@ struct Shared {
     endpoint: Endpoint,
     limits: Limits,
     patience: Patience,
+    /// How device memory is reached, if at all.
+    staging: Option<Staging>,
+    /// While a relay in device memory uses it.
+    stager: RwLock<Option<Arc<Stager>>>,
     exports: Arc<Exports>,
     inbox: Inbox,
     local: Local,
@@ -473,6 +528,10 @@ struct Shared {
 }
 
 impl Shared {
+    fn stager(&self) -> Option<Arc<Stager>> {
+        self.stager.read().clone()
+    }
+
     fn descriptor(&self, instance: Instance) -> Descriptor {
         let spans = self.spans.lock();
         let published = spans.iter().filter(|(_, access)| *access == Access::Published);

@@ -5,6 +5,7 @@ use std::{sync::Arc, time::Instant};
 use rustix::io::Errno;
 
 use super::{
+    dest::Dest,
     peer::{Endpoint, Peer},
     socket::{Fault, Short, Socket},
 };
@@ -60,7 +61,7 @@ impl Connection {
         &mut self,
         identity: &Identity,
         addr: u64,
-        dest: &mut [u8],
+        dest: &mut Dest<'_>,
         deadline: Instant,
     ) -> Result<(), Failure> {
         const LEN: usize = Header::LEN + frame::IDENTITY_LEN;
@@ -81,7 +82,7 @@ impl Connection {
     pub(super) fn read(
         &mut self,
         addr: u64,
-        dest: &mut [u8],
+        dest: &mut Dest<'_>,
         deadline: Instant,
     ) -> Result<(), Failure> {
         self.request(frame::READ_V2, Range { addr, len: dest.len() }, &[], deadline)?;
@@ -94,11 +95,11 @@ impl Connection {
     pub(super) fn read_v1(
         &mut self,
         addr: u64,
-        dest: &mut [u8],
+        dest: &mut Dest<'_>,
         deadline: Instant,
     ) -> Result<(), Failure> {
         self.request(frame::READ_V1, Range { addr, len: dest.len() }, &[], deadline)?;
-        self.socket.fill(dest, deadline).map_err(|short| match short {
+        dest.fill(&self.socket, deadline).map_err(|short| match short {
             Short { got: 0, fault: Fault::Eof } => {
                 self.rejected("it closed the connection instead of sending the range")
             }
@@ -192,9 +193,8 @@ impl Connection {
         }
     }
 
-    fn fill(&self, dest: &mut [u8], deadline: Instant) -> Result<(), Failure> {
-        self.socket
-            .fill(dest, deadline)
+    fn fill(&self, dest: &mut Dest<'_>, deadline: Instant) -> Result<(), Failure> {
+        dest.fill(&self.socket, deadline)
             .map_err(|short| self.broken(short.fault, "reading the body"))
     }
 

@@ -10,13 +10,13 @@
 
 mod connection;
 mod control;
+mod dest;
 mod operation;
 mod peer;
 mod request;
 mod socket;
 
 use std::{
-    ptr::NonNull,
     sync::atomic::{AtomicU64, Ordering},
     time::Instant,
 };
@@ -24,13 +24,14 @@ use std::{
 use tracing::trace;
 
 use self::{
+    dest::Dest,
     operation::{Operation, Operations},
     peer::Peers,
 };
 use crate::{
     engine::{
         Filled, Identity, LocalBuffer, Notification, ReadError, RemoteBuffer,
-        embedded::builder::Patience,
+        embedded::{builder::Patience, staging::Landing},
     },
     error::{Error, Result},
     memory::Span,
@@ -97,10 +98,28 @@ impl Client {
         mut local: LocalBuffer,
         deadline: Instant,
     ) -> Result<Filled, ReadError> {
-        match self.fill(remote, local.bytes_mut(), deadline) {
+        let filled = match local.bytes_mut() {
+            Some(dest) => self.fill(remote, Dest::Host(dest), deadline),
+            None => Err(not_host()),
+        };
+        match filled {
             Ok(verified) => Ok(Filled { buffer: local, verified }),
             Err(error) => Err(ReadError { error, buffer: Some(local) }),
         }
+    }
+
+    /// Fills a slot on a device, through chunks; `Ok` once the last was copied.
+    pub(super) fn read_staged(
+        &self,
+        remote: &RemoteBuffer,
+        mut landing: Landing,
+        deadline: Instant,
+    ) -> Result<Filled, ReadError> {
+        let filled = self.fill(remote, Dest::Device(&mut landing), deadline);
+        if filled.is_ok() {
+            landing.count();
+        }
+        landing.end(filled, (), deadline)
     }
 
     /// Fills `dest` where the peer can check the identity; `None` where it cannot, or there is
@@ -181,13 +200,8 @@ impl Client {
     }
 
     /// Whether the peer checked the identity.
-    fn fill(
-        &self,
-        remote: &RemoteBuffer,
-        dest: Option<&mut [u8]>,
-        deadline: Instant,
-    ) -> Result<bool> {
-        let dest = dest.ok_or_else(not_host)?;
+    fn fill(&self, remote: &RemoteBuffer, mut dest: Dest<'_>, deadline: Instant) -> Result<bool> {
+        let dest = &mut dest;
         let operation = self.begin(remote, dest, deadline)?;
         let identity = remote.identity.as_ref();
         if remote.len == 0 && identity.is_none() {
@@ -222,6 +236,7 @@ impl Client {
         dest: &mut [u8],
         deadline: Instant,
     ) -> Result<Option<()>> {
+        let dest = &mut Dest::Host(dest);
         let operation = self.begin(remote, dest, deadline)?;
         let peer = self.peers.find(&remote.peer)?;
         if self.endpoint(&operation, &peer, Some(identity))?.instance.is_none() {
@@ -256,13 +271,13 @@ impl Client {
     fn begin(
         &self,
         remote: &RemoteBuffer,
-        dest: &mut [u8],
+        dest: &mut Dest<'_>,
         deadline: Instant,
     ) -> Result<Operation<'_>> {
         check_len(remote, dest.len())?;
         // A read of nothing has a place too, or it could not be ended.
-        let span = Span { ptr: NonNull::from(&mut *dest).cast(), len: dest.len().max(1) };
-        self.operations.begin(Some(span), deadline)
+        let span = dest.span();
+        self.operations.begin(Some(Span { len: span.len.max(1), ..span }), deadline)
     }
 
     fn count(&self, remote: &RemoteBuffer) {
@@ -283,7 +298,7 @@ fn check_len(remote: &RemoteBuffer, len: usize) -> Result<()> {
 fn not_host() -> Error {
     Error::Engine {
         engine: "embedded",
-        reason: "it cannot reach device memory: use host memory".to_owned(),
+        reason: "it reads device memory, and does not write from it: use host memory".to_owned(),
     }
 }
 

@@ -19,6 +19,10 @@ use rustix::{
 
 use crate::{engine::embedded::builder::Patience, error::Error, wait::deadline_after};
 
+/// How long somebody may receive at a time who holds what others need, and how long a pause may be.
+const HOLD: Duration = Duration::from_millis(20);
+const LINGER: Duration = Duration::from_millis(2);
+
 /// A connection under way or made. Every call tries first, and waits only if it must.
 #[derive(Debug)]
 pub(super) struct Socket {
@@ -93,6 +97,47 @@ impl Socket {
             }
         }
         Ok(())
+    }
+
+    /// Waits until bytes have come, or the connection has ended.
+    pub(super) fn wait_for_more(&self, deadline: Instant) -> Result<(), Fault> {
+        self.wait(PollFlags::IN, deadline).map(drop)
+    }
+
+    /// Whether bytes have come, or the connection has ended.
+    pub(super) fn has_more(&self) -> bool {
+        !self.is_quiet()
+    }
+
+    /// Fills as much of `buffer` as comes in a short while, without a long pause. How the connection failed, if
+    /// it did, is told of after the bytes that came before.
+    pub(super) fn receive(
+        &self,
+        buffer: &mut [u8],
+        deadline: Instant,
+    ) -> (usize, Result<(), Fault>) {
+        let mut got = 0;
+        let enough = Instant::now() + HOLD;
+        while got < buffer.len() {
+            match recv(&self.fd, &mut buffer[got..], RecvFlags::empty()) {
+                Ok((_, 0)) => return (got, Err(Fault::Eof)),
+                Ok((_, more)) => got += more,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => {
+                    let until = deadline.min(enough).min(Instant::now() + LINGER);
+                    match self.wait_until(PollFlags::IN, until) {
+                        Ok(_) => {}
+                        Err(Fault::Deadline) => break,
+                        Err(fault) => return (got, Err(fault)),
+                    }
+                }
+                Err(errno) => return (got, Err(Fault::Os(errno))),
+            }
+            if got < buffer.len() && Instant::now() >= deadline {
+                return (got, Err(Fault::Deadline));
+            }
+        }
+        (got, Ok(()))
     }
 
     /// Sends `head`, then `body`. `Ok(false)`: something came back, or the connection ended, before
@@ -187,6 +232,8 @@ pub(super) enum Fault {
     Os(Errno),
     /// This process has no more descriptors, or no more memory.
     Ours(Errno),
+    /// The device that the bytes were for; which says more.
+    Device,
 }
 
 impl Fault {
@@ -204,6 +251,7 @@ impl Fault {
                 Error::peer_failed(peer, format!("{doing}: {}", io::Error::from(errno)))
             }
             Self::Ours(errno) => Error::Io(errno.into()),
+            Self::Device => super::super::broken("its device took no more bytes"),
         }
     }
 }

@@ -3,19 +3,21 @@
 use std::{
     collections::HashMap,
     io,
-    os::fd::{AsFd, AsRawFd, OwnedFd},
+    os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd},
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use arrayvec::ArrayVec;
 use mio::{Interest, Registry, Token, unix::SourceFd};
 use tracing::{debug, warn};
 
 use super::{
     Local,
-    message::{Answer, Hello},
+    message::{Answer, Hello, Lends},
     reader::Reader,
     region::Region,
+    shelf::Backing,
     socket,
 };
 use crate::engine::Instance;
@@ -159,14 +161,24 @@ fn admit(hello: &Hello, guest: OwnedFd, local: &Local) -> io::Result<Arc<Reader>
     let shelf = local.shelf().ok_or_else(|| refused("nothing is lent"))?;
     let bell = local.bell_fd().ok_or_else(|| refused("there is no shared doorbell"))?;
     let (region, fd) = Region::make(shelf.slots)?;
-    let reader = Arc::new(Reader::new(hello.reader, region, guest));
+    let (lends, slots, borrows) = match &shelf.backing {
+        Backing::File(fd, file) => (Lends::File(*file), Some(fd.as_fd()), false),
+        &Backing::Device(uuid, handle) => (Lends::Device { uuid, handle }, None, handle.is_some()),
+    };
+    let reader = Arc::new(Reader::new(hello.reader, region, guest, borrows));
     let (base, len) = (shelf.span.addr(), shelf.span.len as u64);
-    let answer = Answer { owner, base, len, slots: shelf.slots, file: shelf.file };
-    let fds = [shelf.fd.as_fd(), shelf.lines_fd.as_fd(), bell.as_fd(), fd.as_fd()];
+    let answer = Answer { owner, base, len, slots: shelf.slots, lends };
+    let others = [shelf.lines_fd.as_fd(), bell.as_fd(), fd.as_fd()];
+    let fds: ArrayVec<BorrowedFd<'_>, { socket::MOST_FDS }> =
+        slots.into_iter().chain(others).collect();
+    if borrows {
+        local.borrowed(&shelf, &reader)?;
+    }
     // Before it can pin anything.
     local.readers.add(Arc::clone(&reader));
     if let Err(error) = socket::send(reader.socket(), &answer.encode(local.session()), &fds) {
         local.readers.forget(&reader);
+        local.returned(&reader);
         return Err(error);
     }
     Ok(reader)

@@ -13,15 +13,15 @@ use rustix::{
     io::Errno,
     mm::ProtFlags,
 };
-use tracing::debug;
+use tracing::{debug, info};
 
 use super::{
     Local,
     door::{SOURCE, watch},
-    message::{Answer, Hello},
+    message::{Answer, Hello, Lends},
     page::{FIXED, Pages},
     region::Region,
-    shelf::Lent,
+    shelf::{Borrowed, Bytes, Lent},
     socket,
     source::Source,
     sources::Missed,
@@ -72,8 +72,46 @@ impl Local {
                 Err(errno) => return Err(refused(errno.into())),
             }
         }
-        let source = hear_answer(socket, session, wanted, &self.copier).map_err(refused)?;
+        let open = |len, lends: &Lends, socket: &Arc<OwnedFd>| {
+            self.open_device(session, len, lends, socket)
+        };
+        let source = hear_answer(socket, session, wanted, open, &self.copier).map_err(refused)?;
         self.keep(source).map_err(refused)
+    }
+
+    /// Maps a peer's slots that are on a device, if ours are, and the system allows it.
+    fn open_device(&self, session: &str, len: u64, lends: &Lends, socket: &Arc<OwnedFd>) -> Bytes {
+        let Lends::Device { uuid, handle } = lends else { return Bytes::Beyond };
+        let Some(stager) = self.stager() else {
+            debug!(peer = session, "its slots are on a device, and ours are not: they come by TCP");
+            return Bytes::Beyond;
+        };
+        let opened = match handle {
+            None => Err("it has no handle of them to give".to_owned()),
+            Some(handle) => {
+                let opened = stager.device().open_ipc(handle, len as usize);
+                opened.map_err(|error| error.to_string())
+            }
+        };
+        match opened {
+            Ok(memory) if memory.span().len as u64 >= len => {
+                Bytes::Device(Borrowed::new(memory, socket, &stager))
+            }
+            Ok(_) => self.refused_ipc(session, uuid, "they are shorter than it says"),
+            Err(why) => self.refused_ipc(session, uuid, &why),
+        }
+    }
+
+    fn refused_ipc(&self, session: &str, uuid: &[u8; 16], why: &str) -> Bytes {
+        self.counters.ipc_refused.fetch_add(1, Ordering::Relaxed);
+        let uuid = u128::from_be_bytes(*uuid);
+        info!(
+            peer = session,
+            device = format_args!("{uuid:032x}"),
+            why,
+            "the slots of a peer on this host's device cannot be mapped: they come through host memory"
+        );
+        Bytes::Beyond
     }
 
     /// Watches a source, whose socket is the sign of its life.
@@ -96,6 +134,7 @@ pub(super) fn hear_answer(
     socket: OwnedFd,
     session: &Arc<str>,
     wanted: Instance,
+    open: impl FnOnce(u64, &Lends, &Arc<OwnedFd>) -> Bytes,
     copier: &Arc<Copier>,
 ) -> io::Result<Source> {
     let wrong = |what: &str| io::Error::new(io::ErrorKind::InvalidData, what);
@@ -109,17 +148,27 @@ pub(super) fn hear_answer(
     if message.cut {
         return Err(wrong("there is no room for its descriptors"));
     }
-    let Ok([slots, lines, bell, region]) = message.fds.into_inner() else {
-        return Err(wrong("its answer has not the descriptors that it should have"));
-    };
+    let mut fds = message.fds.into_iter();
+    let mut next = || fds.next().ok_or_else(|| wrong("its answer lacks a descriptor"));
     if answer.owner != wanted {
         return Err(wrong("it is another instance"));
     }
-    let Answer { base, len, file, slots: count, .. } = answer;
-    let lent = Lent::of_peer(base, len, file, count, slots.as_fd(), &lines)?;
+    let slots = match answer.lends {
+        Lends::File(_) => Some(next()?),
+        Lends::Device { .. } => None,
+    };
+    let (lines, bell, region) = (next()?, next()?, next()?);
+    if fds.next().is_some() {
+        return Err(wrong("its answer has a descriptor too many"));
+    }
     let access = ProtFlags::READ | ProtFlags::WRITE;
     let bell = Pages::of_peer(bell.as_fd(), PAGE, FIXED, access)?;
     let bell = Doorbell::shared(Arc::new(bell));
-    let region = Region::of_peer(region.as_fd(), count)?;
+    let socket = Arc::new(socket);
+    let region = Region::of_peer(region.as_fd(), answer.slots)?;
+    let lent = match (answer.lends, slots) {
+        (Lends::File(file), Some(slots)) => Lent::of_file(&answer, file, slots.as_fd(), &lines)?,
+        (lends, _) => Lent::of_device(&answer, || open(answer.len, &lends, &socket), &lines)?,
+    };
     Ok(Source::new(Arc::clone(session), wanted, lent, region, bell, socket, Arc::clone(copier)))
 }

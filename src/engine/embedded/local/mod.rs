@@ -14,6 +14,7 @@
 //!
 //! Whatever does not fit goes by TCP, which is always there.
 
+mod device;
 mod door;
 #[cfg(any(fuzzing, test))]
 #[cfg_attr(test, allow(unreachable_pub))] // it is reached by fuzz targets
@@ -40,14 +41,14 @@ use std::{
 };
 
 use mio::Registry;
-use parking_lot::{Mutex, RwLock};
-use tracing::debug;
+use parking_lot::{Condvar, Mutex, RwLock};
+use tracing::{debug, info};
 
 use self::{
     door::SOURCE,
     page::{FIXED, Pages},
     reader::{Reader, Readers},
-    shelf::Shelf,
+    shelf::{Backing, Shelf},
     source::{Source, Told},
     sources::Sources,
 };
@@ -59,9 +60,12 @@ pub(super) use self::{
 use crate::{
     affinity,
     doorbell::Doorbell,
-    engine::{Instance, Notification, Publication, RemoteBuffer, Retracted},
+    engine::{
+        Filled, Instance, Notification, Publication, ReadError, RemoteBuffer, Retracted,
+        embedded::staging::{Landing, Stager},
+    },
     error::{Error, Result},
-    memory::{Copier, PAGE, Span},
+    memory::{Copier, Device, PAGE, Span},
 };
 
 const PREFIX: &str = "mooncake-relay-";
@@ -82,6 +86,11 @@ pub(super) struct Local {
     /// While a relay uses it.
     running: RwLock<Option<Running>>,
     shelf: RwLock<Option<Arc<Shelf>>>,
+    /// The device that our slots are on.
+    stager: RwLock<Option<Arc<Stager>>>,
+    /// Who may have mapped our device memory, and which.
+    borrowers: Mutex<Vec<(Span, Arc<Reader>)>>,
+    borrower_left: Condvar,
     readers: Readers,
     sources: Sources,
     next: AtomicUsize,
@@ -105,6 +114,9 @@ struct Running {
 #[derive(Debug, Default)]
 struct Counters {
     reads: AtomicU64,
+    /// From device to device.
+    ipc: AtomicU64,
+    ipc_refused: AtomicU64,
     bytes: AtomicU64,
     notes: AtomicU64,
 }
@@ -127,6 +139,9 @@ impl Local {
             bell_fd,
             running: RwLock::new(None),
             shelf: RwLock::new(None),
+            stager: RwLock::new(None),
+            borrowers: Mutex::default(),
+            borrower_left: Condvar::new(),
             readers: Readers::default(),
             sources: Sources::default(),
             next: AtomicUsize::new(0),
@@ -169,6 +184,7 @@ impl Local {
         self.readers.clear();
         self.sources.clear();
         self.gone.lock().clear();
+        *self.stager.write() = None;
     }
 
     /// Where peers on this host are met.
@@ -181,7 +197,27 @@ impl Local {
         if self.bell_fd.is_none() {
             return;
         }
-        match Shelf::new(span, slots, fd) {
+        match Shelf::of_file(span, slots, fd) {
+            Ok(shelf) => *self.shelf.write() = Some(Arc::new(shelf)),
+            Err(error) => debug!(%error, "our slots cannot be lent on this host"),
+        }
+    }
+
+    /// Our slots are on that device: what a peer lends may be mapped there.
+    pub(super) fn on_device(&self, stager: &Arc<Stager>) {
+        *self.stager.write() = Some(Arc::clone(stager));
+    }
+
+    /// The slots of the relay lie on that device.
+    pub(super) fn lend_device(&self, span: Span, slots: u32, device: &dyn Device) {
+        if self.bell_fd.is_none() {
+            return;
+        }
+        let handle = device
+            .ipc_handle(span)
+            .inspect_err(|error| info!(%error, "no other process can map our slots on the device"))
+            .ok();
+        match Shelf::new(span, slots, Backing::Device(device.uuid(), handle)) {
             Ok(shelf) => *self.shelf.write() = Some(Arc::new(shelf)),
             Err(error) => debug!(%error, "our slots cannot be lent on this host"),
         }
@@ -213,6 +249,20 @@ impl Local {
         }
     }
 
+    /// Waits until nobody has mapped that device memory of ours any more. False: `deadline` passed
+    /// first.
+    pub(super) fn has_all_back(&self, span: Span, deadline: Instant) -> bool {
+        let has_it = |(borrowed, _): &&(Span, Arc<Reader>)| *borrowed == span;
+        let mut borrowers = self.borrowers.lock();
+        borrowers.iter().filter(has_it).for_each(|(_, reader)| reader.dismiss());
+        while borrowers.iter().any(|one| has_it(&one)) {
+            if self.borrower_left.wait_until(&mut borrowers, deadline).timed_out() {
+                return !borrowers.iter().any(|one| has_it(&one));
+            }
+        }
+        true
+    }
+
     /// Ends the reads and views inside `span`. False: some had not ended by `deadline`.
     pub(super) fn end_inside(&self, span: Span, deadline: Instant) -> bool {
         self.sources.end_inside(Span { len: span.len.max(1), ..span }, deadline)
@@ -235,6 +285,29 @@ impl Local {
             self.counters.bytes.fetch_add(remote.len as u64, Ordering::Relaxed);
         }
         Some(read)
+    }
+
+    /// As [`read`](Self::read), into a slot on a device. The landing comes back if it must go by TCP.
+    pub(super) fn read_device(
+        &self,
+        remote: &RemoteBuffer,
+        landing: Landing,
+        deadline: Instant,
+    ) -> Result<Result<Filled, ReadError>, Box<Landing>> {
+        let landing = Box::new(landing);
+        let Some(source) = self.source(remote, deadline) else { return Err(landing) };
+        if remote.len != landing.span().len || Instant::now() >= deadline {
+            return Err(landing); // the other way says what is wrong
+        }
+        let read = device::read(&source, remote, landing, deadline)?;
+        if read.is_ok() {
+            self.counters.reads.fetch_add(1, Ordering::Relaxed);
+            self.counters.bytes.fetch_add(remote.len as u64, Ordering::Relaxed);
+            if source.lends_device() {
+                self.counters.ipc.fetch_add(1, Ordering::Relaxed);
+            }
+        }
+        Ok(read)
     }
 
     /// Pins `remote`, to be looked at in place. `None`: it is not on this host.
@@ -264,9 +337,9 @@ impl Local {
         }
     }
 
-    /// Whether that peer is read through shared memory.
-    pub(super) fn is_met(&self, session: &str) -> bool {
-        self.sources.latest(session).is_some()
+    /// Which way bytes come from that peer; `None`: by TCP.
+    pub(super) fn way(&self, session: &str) -> Option<&'static str> {
+        self.sources.latest(session)?.way(self.stager.read().is_some())
     }
 
     /// Whether we can tell that the relay of that instance lives.
@@ -311,8 +384,10 @@ impl Local {
     }
 
     pub(super) fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
-        let Counters { reads, bytes, notes } = &self.counters;
+        let Counters { reads, ipc, ipc_refused, bytes, notes } = &self.counters;
         each("reads_local", reads.load(Ordering::Relaxed));
+        each("reads_ipc", ipc.load(Ordering::Relaxed));
+        each("ipc_refused", ipc_refused.load(Ordering::Relaxed));
         each("bytes_read_local", bytes.load(Ordering::Relaxed));
         each("notes_local", notes.load(Ordering::Relaxed));
         each("local_peers", (self.readers.count() + self.sources.count()) as u64);
@@ -334,8 +409,30 @@ impl Local {
         self.bell_fd.as_ref()
     }
 
+    fn stager(&self) -> Option<Arc<Stager>> {
+        self.stager.read().clone()
+    }
+
+    /// A reader is about to hear of our device memory.
+    fn borrowed(&self, shelf: &Arc<Shelf>, reader: &Arc<Reader>) -> io::Result<()> {
+        let mut borrowers = self.borrowers.lock();
+        // Under the lock: once it was withdrawn, those are dismissed who are there.
+        if !self.shelf().is_some_and(|now| Arc::ptr_eq(&now, shelf)) {
+            return Err(io::ErrorKind::NotConnected.into());
+        }
+        borrowers.push((shelf.span, Arc::clone(reader)));
+        Ok(())
+    }
+
+    /// A reader's process, or its mapping, has ended.
+    fn returned(&self, reader: &Reader) {
+        self.borrowers.lock().retain(|(_, one)| !std::ptr::eq(&**one, reader));
+        self.borrower_left.notify_all();
+    }
+
     fn reader_left(&self, reader: &Reader) {
         self.readers.leave(reader);
+        self.returned(reader);
         // Whatever the state: it may have died after it had taken that, and before its wake.
         self.bell.wake_all();
     }

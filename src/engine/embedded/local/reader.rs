@@ -31,6 +31,8 @@ pub(super) struct Reader {
     region: Region,
     /// Open for as long as it lives.
     socket: OwnedFd,
+    /// It may have mapped device memory, which must not be freed before its socket has ended.
+    borrows: bool,
     /// How far its notes were read. Moved by whoever polls.
     head: AtomicU64,
     state: AtomicU8,
@@ -47,11 +49,12 @@ const LEFT: u8 = 2;
 const EXPELLED: u8 = 3;
 
 impl Reader {
-    pub(super) fn new(instance: Instance, region: Region, socket: OwnedFd) -> Self {
+    pub(super) fn new(instance: Instance, region: Region, socket: OwnedFd, borrows: bool) -> Self {
         Self {
             instance,
             region,
             socket,
+            borrows,
             head: AtomicU64::new(0),
             state: AtomicU8::new(HERE),
             held: Mutex::default(),
@@ -60,6 +63,13 @@ impl Reader {
 
     pub(super) fn socket(&self) -> &OwnedFd {
         &self.socket
+    }
+
+    /// Sends it away: nothing of ours is there to be read any more.
+    pub(super) fn dismiss(&self) {
+        self.region.close();
+        // Its answer is the end of the socket, once it has unmapped what it had borrowed.
+        socket::say_no_more(&self.socket);
     }
 
     /// Whether it has ever come to read. One that has not got our answer in time, or could not use it,
@@ -263,7 +273,11 @@ impl Readers {
         if how == LEFT {
             *reader.held.lock() = held;
         }
-        socket::shut(&reader.socket);
+        if how == EXPELLED && reader.borrows {
+            reader.dismiss();
+        } else {
+            socket::shut(&reader.socket);
+        }
         // Only now: whoever drains for another one's sake takes what this one held.
         reader.state.store(how, Ordering::Release);
         // Release: pairs with `drain`. Its state was changed before.
@@ -347,7 +361,7 @@ mod tests {
         let (region, _) = Region::make(2).unwrap();
         let (kind, flags) = (SocketType::SEQPACKET, SocketFlags::CLOEXEC);
         let (socket, _) = socketpair(AddressFamily::UNIX, kind, flags, None).unwrap();
-        Arc::new(Reader::new(Instance::from_bytes([7; 16]), region, socket))
+        Arc::new(Reader::new(Instance::from_bytes([7; 16]), region, socket, false))
     }
 
     fn gone(look: Look<'_>) -> Vec<Option<Instance>> {

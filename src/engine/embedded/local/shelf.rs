@@ -7,19 +7,24 @@ use std::{
     hash::Hasher,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc, Weak,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use rustix::{fs::fstat, mm::ProtFlags};
 use siphasher::sip::SipHasher24;
 
 use super::{
+    message::Answer,
     page::{OWNED, Pages},
     region::MOST_SLOTS,
+    socket,
 };
 use crate::{
-    engine::{Identity, Publication},
-    memory::{PAGE, Span},
+    engine::{Identity, Publication, embedded::staging::Stager},
+    memory::{IpcMemory, PAGE, Span},
     words,
 };
 
@@ -43,21 +48,32 @@ pub(super) fn mark(identity: &Identity) -> u64 {
 pub(super) struct Shelf {
     pub(super) span: Span,
     pub(super) slots: u32,
-    /// The memfd's own length.
-    pub(super) file: u64,
-    pub(super) fd: OwnedFd,
+    pub(super) backing: Backing,
     pub(super) lines: Pages,
     pub(super) lines_fd: OwnedFd,
 }
 
+/// How others come by the bytes.
+#[derive(Debug)]
+pub(super) enum Backing {
+    /// A memfd, and its own length.
+    File(OwnedFd, u64),
+    /// Memory of the device of that uuid, and its handle if it has one.
+    Device([u8; 16], Option<[u8; 64]>),
+}
+
 impl Shelf {
-    pub(super) fn new(span: Span, slots: u32, fd: BorrowedFd<'_>) -> io::Result<Self> {
+    pub(super) fn of_file(span: Span, slots: u32, fd: BorrowedFd<'_>) -> io::Result<Self> {
+        let file = fstat(fd)?.st_size as u64;
+        Self::new(span, slots, Backing::File(fd.try_clone_to_owned()?, file))
+    }
+
+    pub(super) fn new(span: Span, slots: u32, backing: Backing) -> io::Result<Self> {
         if !(1..=MOST_SLOTS).contains(&slots) {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let (lines, lines_fd) = Pages::make("mooncake-relay-shelf", slots as usize * LINE, OWNED)?;
-        let file = fstat(fd)?.st_size as u64;
-        Ok(Self { span, slots, file, fd: fd.try_clone_to_owned()?, lines, lines_fd })
+        Ok(Self { span, slots, backing, lines, lines_fd })
     }
 
     /// Puts a publication on the shelf, if it lies in our slots.
@@ -90,37 +106,104 @@ impl Shelf {
     }
 }
 
-/// A peer's slots, mapped to read.
+/// A peer's slots, mapped to read where they can be.
 #[derive(Debug)]
 pub(super) struct Lent {
     /// Where the owner has them.
     base: u64,
     len: usize,
     slots: u32,
-    bytes: Pages,
+    bytes: Bytes,
     lines: Pages,
+}
+
+/// Where a peer's bytes are here.
+#[derive(Debug)]
+pub(super) enum Bytes {
+    /// In the host's memory.
+    Pages(Pages),
+    /// On a device, mapped by the one that this relay's own slots are on.
+    Device(Borrowed),
+    /// Nowhere: they come by TCP.
+    Beyond,
+}
+
+/// A peer's device memory, which it frees once we have let go of it: when the socket has ended.
+#[derive(Debug)]
+pub(super) struct Borrowed(Option<Mapped>, Weak<Stager>);
+
+#[derive(Debug)]
+struct Mapped {
+    memory: IpcMemory,
+    /// Ends after the mapping, whose place in this struct is before it.
+    _socket: Ending,
+}
+
+#[derive(Debug)]
+struct Ending(Arc<OwnedFd>);
+
+impl Borrowed {
+    pub(super) fn new(memory: IpcMemory, socket: &Arc<OwnedFd>, stager: &Arc<Stager>) -> Self {
+        let mapped = Mapped { memory, _socket: Ending(Arc::clone(socket)) };
+        Self(Some(mapped), Arc::downgrade(stager))
+    }
+
+    /// Where it is here.
+    pub(super) fn span(&self) -> Option<Span> {
+        self.0.as_ref().map(|mapped| mapped.memory.span())
+    }
+}
+
+impl Drop for Borrowed {
+    fn drop(&mut self) {
+        // The server's thread may be here, and a device may keep whoever unmaps waiting.
+        if let (Some(mapped), Some(stager)) = (self.0.take(), self.1.upgrade()) {
+            stager.drop_aside(mapped);
+        }
+    }
+}
+
+impl Drop for Ending {
+    fn drop(&mut self) {
+        socket::shut(&self.0);
+    }
 }
 
 impl Lent {
     /// `len` bytes that the owner has at `base`, in a file of `file` bytes.
-    pub(super) fn of_peer(
-        base: u64,
-        len: u64,
+    pub(super) fn of_file(
+        answer: &Answer,
         file: u64,
-        slots: u32,
         fd: BorrowedFd<'_>,
         lines: &OwnedFd,
     ) -> io::Result<Self> {
-        let wrong = || io::Error::new(io::ErrorKind::InvalidData, "its slots cannot be there");
-        let fits = len <= file && base.checked_add(len).is_some();
-        let (len, file) = (len as usize, file as usize);
-        if !fits || isize::try_from(file).is_err() || !(1..=MOST_SLOTS).contains(&slots) {
-            return Err(wrong());
+        let fits = answer.len <= file && isize::try_from(file).is_ok();
+        let bytes = || Ok(Bytes::Pages(Pages::of_peer(fd, file as usize, OWNED, ProtFlags::READ)?));
+        Self::of_peer(answer, fits, bytes, lines)
+    }
+
+    /// As many bytes that the owner has on a device; `open` maps them, if it can.
+    pub(super) fn of_device(
+        answer: &Answer,
+        open: impl FnOnce() -> Bytes,
+        lines: &OwnedFd,
+    ) -> io::Result<Self> {
+        Self::of_peer(answer, isize::try_from(answer.len).is_ok(), || Ok(open()), lines)
+    }
+
+    fn of_peer(
+        answer: &Answer,
+        fits: bool,
+        bytes: impl FnOnce() -> io::Result<Bytes>,
+        lines: &OwnedFd,
+    ) -> io::Result<Self> {
+        let Answer { base, len, slots, .. } = *answer;
+        if !fits || base.checked_add(len).is_none() || !(1..=MOST_SLOTS).contains(&slots) {
+            return Err(io::Error::new(io::ErrorKind::InvalidData, "its slots cannot be there"));
         }
-        let bytes = Pages::of_peer(fd, file, OWNED, ProtFlags::READ)?;
         let table = (slots as usize * LINE).next_multiple_of(PAGE);
         let lines = Pages::of_peer(lines.as_fd(), table, OWNED, ProtFlags::READ)?;
-        Ok(Self { base, len, slots, bytes, lines })
+        Ok(Self { base, len: len as usize, slots, bytes: bytes()?, lines })
     }
 
     pub(super) fn slots(&self) -> u32 {
@@ -148,7 +231,12 @@ impl Lent {
         inside(self.base, self.len as u64)
     }
 
-    pub(super) fn bytes(&self) -> &Pages {
+    pub(super) fn bytes(&self) -> &Bytes {
         &self.bytes
+    }
+
+    /// Whether the owner must not free them before we have let go.
+    pub(super) fn holds_device(&self) -> bool {
+        matches!(self.bytes, Bytes::Device(_))
     }
 }

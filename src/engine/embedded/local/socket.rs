@@ -115,6 +115,16 @@ pub(super) fn is_open(fd: &OwnedFd) -> bool {
     }
 }
 
+/// Tells the other end that we say no more, and go on listening to it.
+pub(super) fn say_no_more(fd: &OwnedFd) {
+    let _ = shutdown(fd, Shutdown::Write);
+}
+
+/// Listens no more; the other end does not hear of it.
+pub(super) fn listen_no_more(fd: &OwnedFd) {
+    let _ = shutdown(fd, Shutdown::Read);
+}
+
 /// Ends the connection, or the listening, also where a forked child still has the descriptor.
 pub(super) fn shut(fd: &OwnedFd) {
     let _ = shutdown(fd, Shutdown::Both);

@@ -17,8 +17,9 @@ use parking_lot::Mutex;
 
 use super::{
     note::{self, STEP},
+    page::Pages,
     region::{RING, Region},
-    shelf::{Lent, mark},
+    shelf::{Bytes, Lent, mark},
     socket,
 };
 use crate::{
@@ -55,7 +56,7 @@ pub(super) struct Source {
     lanes: Box<[CachePadded<AtomicU64>]>,
     gone: AtomicBool,
     /// Open for as long as it lives.
-    socket: OwnedFd,
+    socket: Arc<OwnedFd>,
     writer: Mutex<Writer>,
     copier: Arc<Copier>,
 }
@@ -87,7 +88,7 @@ impl Source {
         lent: Lent,
         region: Region,
         bell: Doorbell,
-        socket: OwnedFd,
+        socket: Arc<OwnedFd>,
         copier: Arc<Copier>,
     ) -> Self {
         let lanes = (0..lent.slots()).map(|_| CachePadded::default()).collect();
@@ -121,7 +122,23 @@ impl Source {
         }
         // Before the socket ends: from then on the peer does not look at our pins.
         self.gone.store(true, Ordering::SeqCst);
-        socket::shut(&self.socket);
+        if self.lent.holds_device() {
+            // The peer must not free what we have mapped, and does when the socket has ended: that is
+            // when the last read has. Our own server's thread hears of this now.
+            socket::listen_no_more(&self.socket);
+        } else {
+            socket::shut(&self.socket);
+        }
+    }
+
+    /// By which way bytes come, `to_device` or to the host; `None`: by TCP.
+    pub(super) fn way(&self, to_device: bool) -> Option<&'static str> {
+        match (self.lent.bytes(), to_device) {
+            (Bytes::Pages(_), false) => Some("local"),
+            (Bytes::Pages(_), true) => Some("local-staged"),
+            (Bytes::Device(_), true) => Some("cuda-ipc"),
+            (Bytes::Device(_), false) | (Bytes::Beyond, _) => None,
+        }
     }
 
     /// Copies `remote` to `dest`, which is as long. `None`: this read must go by TCP.
@@ -131,21 +148,26 @@ impl Source {
         dest: &mut [u8],
         deadline: Instant,
     ) -> Option<Result<()>> {
+        let Bytes::Pages(pages) = self.lent.bytes() else { return None };
         let hold = match self.pin(remote, dest.as_ptr().addr() as u64, 0)? {
             Ok(hold) => hold,
             Err(error) => return Some(Err(error)),
         };
-        let copied = self.copy(&hold, dest, deadline);
-        let whole = self.unpin(&hold);
+        let copied = self.copy(pages, &hold, dest, deadline);
+        Some(self.ended(&hold, copied))
+    }
+
+    /// Lets go of the pin of a read; the copies say `copied`.
+    pub(super) fn ended(&self, hold: &Hold, copied: Result<()>) -> Result<()> {
+        let whole = self.unpin(hold);
         // After the pin: it tells nothing of a peer that has stopped looking at it. Partner: the fence
         // in `retire`. If we have seen a byte that was written after it closed, we see that too.
         fence(Ordering::Acquire);
-        let gone = self.is_gone();
-        Some(match copied {
-            _ if gone => Err(self.failed()),
+        match copied {
+            _ if self.is_gone() => Err(self.failed()),
             _ if !whole => Err(self.revoked()),
             copied => copied,
-        })
+        }
     }
 
     /// Whether one of our reads fills a part of `span`.
@@ -229,7 +251,7 @@ impl Source {
     }
 
     /// Pins what `remote` names, for a read to `dest`. `None`: this read must go by TCP.
-    fn pin(&self, remote: &RemoteBuffer, dest: u64, kind: u64) -> Option<Result<Hold>> {
+    pub(super) fn pin(&self, remote: &RemoteBuffer, dest: u64, kind: u64) -> Option<Result<Hold>> {
         let identity = remote.identity?;
         let (slot, secret) = (identity.id.slot, identity.id.random);
         let pin = self.region.pin(slot)?;
@@ -259,7 +281,7 @@ impl Source {
     }
 
     /// Whether it was pinned all the while.
-    fn unpin(&self, hold: &Hold) -> bool {
+    pub(super) fn unpin(&self, hold: &Hold) -> bool {
         let Some(pin) = self.region.pin(hold.slot) else { return false };
         let whole = words::unpin(pin, hold.secret);
         self.lanes[hold.slot as usize].store(0, Ordering::Release);
@@ -271,26 +293,45 @@ impl Source {
         pin.is_some_and(|pin| words::holds(pin, hold.secret))
     }
 
-    fn copy(&self, hold: &Hold, dest: &mut [u8], deadline: Instant) -> Result<()> {
+    fn copy(&self, pages: &Pages, hold: &Hold, dest: &mut [u8], deadline: Instant) -> Result<()> {
         let mut offset = hold.offset;
         let many = dest.len() > PIECE;
         for piece in dest.chunks_mut(PIECE) {
-            self.lent.bytes().fill_by(&self.copier, offset, piece);
+            pages.fill_by(&self.copier, offset, piece);
             offset += piece.len();
             if !many {
                 break;
             }
-            if self.lanes[hold.slot as usize].load(Ordering::Relaxed) & ENDED != 0 {
-                return Err(Error::Closed);
-            }
-            if self.is_gone() || !self.holds(hold) {
-                return Err(self.revoked());
-            }
-            if Instant::now() >= deadline {
-                return Err(Error::TimedOut);
-            }
+            self.goes_on(hold, deadline)?;
         }
         Ok(())
+    }
+
+    /// Whether a read that is under way is still wanted, and still has what it reads.
+    pub(super) fn goes_on(&self, hold: &Hold, deadline: Instant) -> Result<()> {
+        if self.lanes[hold.slot as usize].load(Ordering::Relaxed) & ENDED != 0 {
+            return Err(Error::Closed);
+        }
+        if self.is_gone() || !self.holds(hold) {
+            return Err(self.revoked());
+        }
+        if Instant::now() >= deadline {
+            return Err(Error::TimedOut);
+        }
+        Ok(())
+    }
+
+    /// Whether its slots are mapped on our device.
+    pub(super) fn lends_device(&self) -> bool {
+        self.lent.holds_device()
+    }
+
+    pub(super) fn bytes(&self) -> &Bytes {
+        self.lent.bytes()
+    }
+
+    pub(super) fn copier(&self) -> &Copier {
+        &self.copier
     }
 
     #[cold]
@@ -299,14 +340,15 @@ impl Source {
     }
 
     #[cold]
-    fn revoked(&self) -> Error {
+    pub(super) fn revoked(&self) -> Error {
         Error::stale(&self.session, "it took its slot back in the middle of the read")
     }
 }
 
 impl Drop for Source {
     fn drop(&mut self) {
-        if process::is_here() {
+        // Else it ends when what we have mapped is let go of.
+        if process::is_here() && !self.lent.holds_device() {
             socket::shut(&self.socket);
         }
     }
@@ -319,11 +361,11 @@ fn is_inside(span: Span, lane: u64) -> bool {
 
 /// What a read has pinned.
 #[derive(Clone, Copy, Debug)]
-struct Hold {
+pub(super) struct Hold {
     slot: u32,
     secret: u64,
     /// Where the bytes are in the peer's slots.
-    offset: usize,
+    pub(super) offset: usize,
 }
 
 /// A peer's bytes, pinned and looked at in place.
@@ -338,12 +380,13 @@ pub(in crate::engine::embedded) struct Sight {
 impl Sight {
     /// Pins what `remote` names. `None`: it cannot be looked at in place.
     pub(super) fn of(source: &Arc<Source>, remote: &RemoteBuffer) -> Option<Result<Self>> {
+        let Bytes::Pages(pages) = source.bytes() else { return None };
         // No address of anything, until it is known where the bytes are.
         let hold = match source.pin(remote, 1, VIEW)? {
             Ok(hold) => hold,
             Err(error) => return Some(Err(error)),
         };
-        let span = source.lent.bytes().part(hold.offset, remote.len);
+        let span = pages.part(hold.offset, remote.len);
         // Nobody could end it before.
         source.lanes[hold.slot as usize].store(span.addr() | VIEW, Ordering::Release);
         Some(Ok(Self { source: Arc::clone(source), hold, span, ended: false }))
@@ -369,8 +412,9 @@ unsafe impl Viewed for Sight {
 
     fn copy_to(&self, dest: &mut [u8]) {
         let len = dest.len().min(self.span.len);
-        let Source { lent, copier, .. } = &*self.source;
-        lent.bytes().fill_by(copier, self.hold.offset, &mut dest[..len]);
+        if let Bytes::Pages(pages) = self.source.bytes() {
+            pages.fill_by(self.source.copier(), self.hold.offset, &mut dest[..len]);
+        }
     }
 
     fn end(&mut self) -> bool {

@@ -15,7 +15,7 @@ use std::{
 use arrayvec::ArrayVec;
 use tracing::debug;
 
-use super::{Context, SCRATCH, TURN, Turn, line::Line, pinned};
+use super::{Context, SCRATCH, TURN, Turn, line::Line, pinned, staged::Staged};
 use crate::{
     engine::{
         Identity, Notification,
@@ -67,9 +67,16 @@ enum Stage {
 #[derive(Debug, Default)]
 struct Answer {
     prefix: ArrayVec<u8, 16>,
-    pin: Option<Pin>,
+    body: Option<Body>,
     sent: usize,
     last: bool,
+}
+
+/// The bytes of a slot.
+#[derive(Debug)]
+enum Body {
+    Host(Pin),
+    Device(Box<Staged>),
 }
 
 enum Step {
@@ -98,7 +105,7 @@ impl DataConnection {
     fn is_midway(&self) -> bool {
         match &self.stage {
             Stage::Ask => !self.input.bytes().is_empty(),
-            Stage::Answer(answer) => answer.pin.is_none(),
+            Stage::Answer(answer) => answer.body.is_none(),
             Stage::Store { .. } | Stage::Note { .. } => true,
             Stage::Drain { .. } => false,
         }
@@ -107,8 +114,16 @@ impl DataConnection {
     /// Whether the owner of the bytes wants them back now.
     pub(super) fn is_cut(&self) -> bool {
         match &self.stage {
-            Stage::Answer(Answer { pin: Some(pin), .. }) | Stage::Store { pin, .. } => pin.is_cut(),
+            Stage::Answer(Answer { body: Some(body), .. }) => body.pin().is_cut(),
+            Stage::Store { pin, .. } => pin.is_cut(),
             _ => false,
+        }
+    }
+
+    /// Gives back the chunks of a slow peer.
+    pub(super) fn yield_chunks(&mut self, now: Instant) {
+        if let Stage::Answer(Answer { body: Some(Body::Device(staged)), .. }) = &mut self.stage {
+            staged.yield_chunks(now);
         }
     }
 
@@ -189,7 +204,7 @@ impl DataConnection {
         }
         let exports = &context.shared.exports;
         match exports.pin_range(header.addr, size) {
-            Ok(pin) => answer.pin = Some(pin),
+            Ok(pin) => answer.body = Some(Body::of(pin, context)),
             Err(_) => match exports.stamp(header.addr, size) {
                 Some(stamp) => answer.prefix.extend(stamp),
                 None => return self.refuse(header, "the range is not published", context),
@@ -223,7 +238,8 @@ impl DataConnection {
             debug!(peer = %self.line.peer(), ?status, "a stale read");
             context.refused();
         }
-        self.stage = Stage::Answer(Answer { pin, ..Answer::status(status) });
+        let body = pin.map(|pin| Body::of(pin, context));
+        self.stage = Stage::Answer(Answer { body, ..Answer::status(status) });
         Ok(Step::Went(0))
     }
 
@@ -234,6 +250,9 @@ impl DataConnection {
         let Ok(pin) = context.shared.exports.pin_range(header.addr, size) else {
             return self.refuse(header, "the range is not published", context);
         };
+        if context.shared.stager().is_some_and(|stager| stager.covers(pin.span())) {
+            return self.refuse(header, "nobody writes to device memory", context);
+        }
         let acknowledge = header.opcode == WRITE_V2;
         self.stage = Stage::Store { pin, stored: 0, acknowledge };
         Ok(Step::Went(0))
@@ -251,15 +270,24 @@ impl DataConnection {
         Ok(Step::Went(0))
     }
 
-    fn answer(&mut self, context: &Context<'_>) -> io::Result<Step> {
-        let Stage::Answer(Answer { prefix, pin, sent, last }) = &mut self.stage else {
+    fn answer(&mut self, context: &mut Context<'_>) -> io::Result<Step> {
+        let Stage::Answer(Answer { prefix, body, sent, last }) = &mut self.stage else {
             return Ok(Step::Over);
         };
-        let payload = pin.as_ref().map_or(&[][..], pinned::bytes);
-        let all = prefix.len() + payload.len();
+        let all = prefix.len() + body.as_ref().map_or(0, |body| body.pin().span().len);
         if *sent < all {
             let first = prefix.get(*sent..).unwrap_or_default();
-            let second = &payload[sent.saturating_sub(prefix.len())..];
+            let offset = sent.saturating_sub(prefix.len());
+            let second = match body {
+                None => &[][..],
+                Some(Body::Host(pin)) => &pinned::bytes(pin)[offset..],
+                Some(Body::Device(staged)) if offset < staged.len() => {
+                    // With the first bytes goes the status: without them there is none.
+                    let Some(bytes) = staged.at(offset, context)? else { return Ok(Step::Blocked) };
+                    bytes
+                }
+                Some(Body::Device(_)) => &[],
+            };
             let second = &second[..second.len().min(TURN)];
             let Some(len) = self.line.send(first, second)? else { return Ok(Step::Blocked) };
             *sent += len;
@@ -367,6 +395,24 @@ impl DataConnection {
                 Step::Went(len)
             }
         })
+    }
+}
+
+impl Body {
+    fn of(pin: Pin, context: &Context<'_>) -> Self {
+        match context.shared.stager() {
+            Some(stager) if stager.covers(pin.span()) => {
+                Self::Device(Box::new(Staged::new(&stager, pin)))
+            }
+            _ => Self::Host(pin),
+        }
+    }
+
+    fn pin(&self) -> &Pin {
+        match self {
+            Self::Host(pin) => pin,
+            Self::Device(staged) => staged.pin(),
+        }
     }
 }
 

@@ -8,10 +8,11 @@ mod data;
 mod line;
 mod pinned;
 mod port;
+mod staged;
 
 use std::{
     collections::VecDeque,
-    io,
+    io, mem,
     net::SocketAddr,
     sync::{
         Arc,
@@ -35,6 +36,7 @@ use super::{
     Shared,
     builder::Listeners,
     local::{DOOR, Door, Local},
+    staging::Arrivals,
 };
 use crate::{
     engine::{Instance, Notification},
@@ -65,6 +67,14 @@ struct Context<'a> {
     scratch: &'a mut [u8; SCRATCH],
     /// How many bytes all other connections hold of requests that are not whole.
     held: usize,
+    /// Where a copy from the device tells the loop that it is over, as `token`.
+    arrivals: &'a Arc<Arrivals>,
+    token: usize,
+    /// Others wait for a chunk; whether it is this one's turn to have one.
+    chunks_wanted: bool,
+    chunk_granted: bool,
+    /// Set where there was none.
+    wants_chunk: bool,
 }
 
 impl Context<'_> {
@@ -99,7 +109,7 @@ enum Turn {
 #[derive(Debug)]
 pub(super) struct Server {
     stop: Arc<AtomicBool>,
-    waker: Waker,
+    waker: Arc<Waker>,
     thread: JoinHandle<()>,
 }
 
@@ -110,7 +120,7 @@ impl Server {
         listeners: Listeners,
     ) -> Result<Self> {
         let poll = Poll::new()?;
-        let waker = Waker::new(poll.registry(), WAKER)?;
+        let waker = Arc::new(Waker::new(poll.registry(), WAKER)?);
         let stop = Arc::new(AtomicBool::new(false));
         let Listeners { control, data } = listeners;
         let mut ports = [Port::new(Kind::Control, control), Port::new(Kind::Data, data)];
@@ -131,6 +141,8 @@ impl Server {
             scratch: Box::new([0; SCRATCH]),
             held: 0,
             tick: None,
+            arrivals: Arc::new(Arrivals::new(Arc::clone(&waker))),
+            waiting: VecDeque::new(),
         };
         let thread =
             thread::Builder::new().name("relay-server".to_owned()).spawn(move || serving.run())?;
@@ -191,6 +203,12 @@ impl Connection {
         if let Self::Control(connection) = self { connection.held() } else { 0 }
     }
 
+    fn yield_chunks(&mut self, now: Instant) {
+        if let Self::Data(connection) = self {
+            connection.yield_chunks(now);
+        }
+    }
+
     fn is_cut(&self) -> bool {
         matches!(self, Self::Data(connection) if connection.is_cut())
     }
@@ -217,6 +235,9 @@ struct Loop {
     held: usize,
     /// When to look at deadlines next; none if nothing has one.
     tick: Option<Instant>,
+    arrivals: Arc<Arrivals>,
+    /// Who waits for a chunk, by their places; first come, first served.
+    waiting: VecDeque<usize>,
 }
 
 impl Drop for Loop {
@@ -250,10 +271,11 @@ impl Loop {
             for _ in 0..self.turns.len() {
                 let Some(token) = self.turns.pop_front() else { break };
                 match token.0.checked_sub(FIRST) {
-                    Some(index) => self.turn(index),
+                    Some(index) => self.turn(index, false),
                     None => self.accept(token),
                 }
             }
+            self.hand_out_chunks();
         }
         self.close_where(|_| true, "the relay was closed");
     }
@@ -269,6 +291,9 @@ impl Loop {
         let token = event.token();
         if token == WAKER {
             self.close_where(Connection::is_cut, "its bytes were cut");
+            for token in self.arrivals.take() {
+                self.queue(token);
+            }
             return;
         }
         if Local::is_source(token.0) {
@@ -286,15 +311,41 @@ impl Loop {
             // An event may outlive its connection.
             let Some(Some(place)) = self.connections.get_mut(index) else { return };
             place.connection.line().heard(event);
-            if place.queued {
-                return;
-            }
-            place.queued = true;
+            return self.queue(index);
         }
         self.turns.push_back(token);
     }
 
-    fn turn(&mut self, index: usize) {
+    /// The connection of that place, if there is still one, has something to do.
+    fn queue(&mut self, index: usize) {
+        if let Some(Some(place)) = self.connections.get_mut(index)
+            && !mem::replace(&mut place.queued, true)
+        {
+            self.turns.push_back(Token(FIRST + index));
+        }
+    }
+
+    /// Lets those who wait for a chunk have their turns, as long as there is one.
+    fn hand_out_chunks(&mut self) {
+        if self.waiting.is_empty() {
+            return;
+        }
+        let Some(stager) = self.shared.stager() else { return self.waiting.clear() };
+        for _ in 0..self.waiting.len() {
+            if stager.outgoing.free() == 0 {
+                break;
+            }
+            let Some(index) = self.waiting.pop_front() else { break };
+            self.turn(index, true);
+        }
+        // Slow peers give theirs back then.
+        if !self.waiting.is_empty() {
+            self.tick.get_or_insert_with(|| Instant::now() + TICK);
+        }
+    }
+
+    /// `granted`: it has waited for a chunk, and may have one.
+    fn turn(&mut self, index: usize, granted: bool) {
         let Some(Some(place)) = self.connections.get_mut(index) else { return };
         place.queued = false;
         self.held -= place.connection.held();
@@ -303,20 +354,28 @@ impl Loop {
             instance: self.instance,
             scratch: &mut self.scratch,
             held: self.held,
+            arrivals: &self.arrivals,
+            token: index,
+            chunks_wanted: !self.waiting.is_empty(),
+            chunk_granted: granted,
+            wants_chunk: false,
         };
         let turn = place.connection.turn(&mut context).unwrap_or_else(|error| {
             debug!(peer = %place.connection.line().peer(), %error, "a connection broke");
             Turn::Close
         });
+        if context.wants_chunk && !self.waiting.contains(&index) {
+            self.waiting.push_back(index);
+        }
         self.held += place.connection.held();
         match turn {
             Turn::Wait => {}
             Turn::Again => {
-                place.queued = true;
-                self.turns.push_back(Token(FIRST + index));
+                self.queue(index);
             }
             Turn::Close => return self.close(index),
         }
+        let Some(Some(place)) = self.connections.get(index) else { return };
         if self.tick.is_none() && place.connection.deadline().is_some() {
             self.tick = Some(Instant::now() + TICK);
         }
@@ -353,9 +412,15 @@ impl Loop {
         if let Some(door) = &mut self.door {
             door.tick(now, &self.shared.local);
         }
+        if !self.waiting.is_empty() {
+            for place in self.connections.iter_mut().flatten() {
+                place.connection.yield_chunks(now);
+            }
+        }
         let mut places = self.connections.iter().flatten();
         let more = places.any(|place| place.connection.deadline().is_some())
-            || self.door.as_ref().is_some_and(Door::waits);
+            || self.door.as_ref().is_some_and(Door::waits)
+            || !self.waiting.is_empty();
         self.tick = more.then(|| now + TICK);
     }
 
