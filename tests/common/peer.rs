@@ -92,7 +92,8 @@ impl Peer {
         Self::spawn(command.env("MC_FORCE_TCP", "1"))
     }
 
-    fn spawn(command: &mut Command) -> Self {
+    /// Whatever speaks these lines.
+    pub(crate) fn spawn(command: &mut Command) -> Self {
         let mut child = command
             .stdin(Stdio::piped())
             .stdout(Stdio::piped())
