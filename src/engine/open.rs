@@ -54,8 +54,9 @@ impl Default for EngineOptions {
 
 impl EngineOptions {
     /// The default, with `MOONCAKE_RELAY_LISTEN`, `_ADVERTISE`, `_PROTOCOL`, `_METADATA_SERVER` and
-    /// `_DEVICE_NAME` where they are set, without shared memory where `_LOCAL` is `false`, and with staging
-    /// where `_STAGING` is `true`. Whether they can be used is found when the engine is opened; see [`open_engine`] for an example.
+    /// `_DEVICE_NAME` where they are set, without shared memory where `_LOCAL` is `false`, and with
+    /// staging where `_STAGING` is `true`. Whether they can be used is found when the engine is
+    /// opened; see [`open_engine`] for an example.
     pub fn from_env() -> Self {
         let mut options = Self::default();
         for (name, field) in [
