@@ -13,28 +13,24 @@
 //!
 //! Wants the engine (README.md says how to install it); says so and ends without it.
 
+#[path = "common/bare.rs"]
+mod bare;
 mod common;
 #[path = "common/timed.rs"]
 mod timed;
 
 use std::{
-    env,
-    ffi::{CString, c_void},
-    fs,
+    env, fs,
     io::{self, BufRead, BufReader, Lines, Write},
     process::{Child, ChildStdin, ChildStdout, Command, Stdio},
-    ptr,
     sync::{Arc, atomic::Ordering},
     time::Instant,
 };
 
 use mooncake_relay::{Config, Error, Metadata, MooncakeConfig, MooncakeEngine, Relay, Tensor};
-use mooncake_sys::{
-    Api, Engine, NotifyMsg, OPCODE_READ, Options, STATUS_COMPLETED, STATUS_PENDING, STATUS_WAITING,
-    SegmentId, TransferRequest, TransferStatus, load,
-};
 
 use crate::{
+    bare::Bare,
     common::{PATIENCE, size_name},
     timed::Timed,
 };
@@ -77,7 +73,7 @@ fn main() -> io::Result<()> {
     let mut sender = Sender::start()?;
     let timed = Arc::new(Timed::over(engine));
     let relay = Relay::new(Arc::clone(&timed) as Arc<_>, &config()).map_err(io::Error::other)?;
-    let bare = Bare::open(&sender.session_id);
+    let bare = Bare::open(LARGEST, Some(&sender.session_id));
     println!(
         "{:8} {:22} {:>6} {:>10} {:>19} {:>10} {:>10}",
         "bytes", "what", "rounds", "p50, µs", "lowest–highest", "p90", "p99"
@@ -218,79 +214,4 @@ fn put() -> io::Result<()> {
         last = Some(token);
     }
     Ok(())
-}
-
-/// An engine by its C calls.
-struct Bare {
-    api: &'static Api,
-    engine: Engine,
-    segment: SegmentId,
-    memory: Vec<u8>,
-    name: CString,
-}
-
-impl Bare {
-    fn open(peer: &str) -> Self {
-        let api = load(&Options::default()).expect("it was loaded before").api();
-        let (metadata, host) = (c"P2PHANDSHAKE".as_ptr(), c"127.0.0.1".as_ptr());
-        // SAFETY: NUL-terminated texts.
-        let engine = unsafe { (api.createTransferEngine)(metadata, host, host, 0, 0) };
-        assert!(!engine.is_null(), "{}", api.last_error());
-        // SAFETY: the engine lives; no arguments are needed for TCP.
-        let tcp = unsafe { (api.installTransport)(engine, c"tcp".as_ptr(), ptr::null_mut()) };
-        assert!(!tcp.is_null(), "{}", api.last_error());
-        let mut memory = vec![0; LARGEST];
-        let addr: *mut c_void = memory.as_mut_ptr().cast();
-        // SAFETY: the memory lives until the engine is destroyed.
-        let code = unsafe { (api.registerLocalMemory)(engine, addr, LARGEST, c"*".as_ptr(), 0) };
-        assert_eq!(code, 0, "registerLocalMemory");
-        let peer = CString::new(peer).expect("a session id has no NUL");
-        // SAFETY: the engine lives; a NUL-terminated text.
-        let segment = unsafe { (api.openSegment)(engine, peer.as_ptr()) };
-        assert!(segment >= 0, "openSegment");
-        // As long as a transfer's id, and of no relay.
-        let name = CString::new(format!("nobody_{:032}", 0)).expect("no NUL");
-        Self { api, engine, segment, memory, name }
-    }
-
-    fn read(&self, remote: u64, len: usize) {
-        let mut request = TransferRequest {
-            opcode: OPCODE_READ,
-            source: self.memory.as_ptr().cast_mut().cast(),
-            target_id: self.segment,
-            target_offset: remote,
-            length: len as u64,
-        };
-        // SAFETY: the engine lives.
-        let batch = unsafe { (self.api.allocateBatchID)(self.engine, 1) };
-        // SAFETY: a new batch with room for one; the memory is registered, and nobody looks at it.
-        let code = unsafe { (self.api.submitTransfer)(self.engine, batch, &raw mut request, 1) };
-        assert_eq!(code, 0, "submitTransfer");
-        let mut status = TransferStatus::default();
-        while matches!(status.status, STATUS_WAITING | STATUS_PENDING) {
-            // SAFETY: the batch has that one task, and is not freed.
-            let code =
-                unsafe { (self.api.getTransferStatus)(self.engine, batch, 0, &raw mut status) };
-            assert_eq!(code, 0, "getTransferStatus");
-        }
-        assert_eq!(status.status, STATUS_COMPLETED);
-        // SAFETY: the batch has ended, and is freed once.
-        let code = unsafe { (self.api.freeBatchID)(self.engine, batch) };
-        assert_eq!(code, 0, "freeBatchID");
-    }
-
-    fn notify(&self) {
-        let (name, msg) = (self.name.as_ptr().cast_mut(), c"transfer_complete".as_ptr().cast_mut());
-        let call = self.api.genNotifyInEngine.expect("a library with notifications");
-        // SAFETY: the engine lives, the segment is open, and the texts are only read.
-        let code = unsafe { call(self.engine, self.segment as u64, NotifyMsg { name, msg }) };
-        assert_eq!(code, 0, "genNotifyInEngine");
-    }
-}
-
-impl Drop for Bare {
-    fn drop(&mut self) {
-        // SAFETY: no transfer is under way; once.
-        unsafe { (self.api.destroyTransferEngine)(self.engine) };
-    }
 }

@@ -59,6 +59,11 @@ impl Lane {
         self.request.step();
     }
 
+    /// Whether request number `number` has come.
+    pub(crate) fn has(&self, number: u32) -> bool {
+        self.request.now.load(SeqCst) == number
+    }
+
     /// Waits for request number `number`, counted from 1; its text goes to `text`.
     pub(crate) fn hear(&self, number: u32, text: &mut Vec<u8>) -> u64 {
         self.request.reach(number);
