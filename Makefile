@@ -1,7 +1,7 @@
 # What a developer needs. `make` alone lists it.
 .NOTPARALLEL:
 .PHONY: help test quickstart interop interop-all soak mooncake-valgrind fmt lint loom mutants faults \
-	fuzz sanitize miri deny bench counts wheel packages
+	fuzz sanitize miri deny bench compare counts wheel packages
 
 CARGO = cargo
 began := $(shell date +%s)
@@ -24,6 +24,7 @@ help:
 	@echo 'make miri        what touches no socket and maps no memory, under Miri'
 	@echo 'make deny        licences, sources and bans of what we depend on; advisories if reachable'
 	@echo 'make bench       what things cost here: benches/, four minutes once it is built'
+	@echo 'make compare     what others take for the same job, beside ours: rivals/, some minutes (ARGS=--quick: one)'
 	@echo 'make counts      instructions for each step, under valgrind'
 	@echo 'make wheel       installs the real engine for the Python peer, under target/'
 
@@ -143,6 +144,20 @@ bench: export MOONCAKE_WHEEL ?= $(CURDIR)/target/mooncake-0.3.13.post1
 bench:
 	@date -u; uname -srm; nproc; sed -n 's/^model name\t: //p' /proc/cpuinfo | uniq; rustc -V; cat /proc/loadavg
 	$(CARGO) bench --all-features
+
+# A workspace of its own, and a folder of its own for what it builds. What a rival wants is installed
+# where it can be; else it is named, and left out. ARGS: --rounds 5, --quick, --unpinned, --only tcp,nixl-tcp.
+compare: export CARGO_TARGET_DIR := $(or $(CARGO_TARGET_DIR),$(CURDIR)/target)/rivals
+compare: rivals = --manifest-path rivals/Cargo.toml
+compare:
+	$(call stage,formatting and clippy of the rivals)
+	$(CARGO) fmt $(rivals) --check
+	$(CARGO) clippy $(rivals) --release --all-targets -- -D warnings
+	$(call stage,building them)
+	$(CARGO) build $(rivals) --release
+	$(call stage,what they want beyond Rust; then everybody in turn)
+	settings=$$(sh rivals/setup.sh --packages); eval "$$settings"; \
+		$(CARGO) run --quiet $(rivals) --release -- --out $(CURDIR)/target $(ARGS)
 
 counts:
 	@command -v valgrind >/dev/null || \
