@@ -1,4 +1,5 @@
-//! The examples, each run to its end as a newcomer would; `tests/commands.rs` has the others.
+//! The examples, each run to its end as a newcomer would; `tests/commands.rs` and
+//! `tests/perftest.rs` have the others.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
@@ -128,9 +129,11 @@ fn mooncake_says_what_is_missing_and_how_to_install_it() {
 #[test]
 fn every_example_is_run_by_a_test_and_listed_in_the_readme() {
     let tested = [
+        "doctor",
         "mooncake",
         "own_engine",
         "peer",
+        "perftest",
         "pipeline",
         "quickstart",
         "select",
