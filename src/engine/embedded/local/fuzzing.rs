@@ -11,12 +11,12 @@ use rustix::net::{AddressFamily, SocketFlags, SocketType, socketpair};
 
 use super::{
     meeting::hear_answer,
-    message::{Answer, Hello},
+    message::{Answer, Hello, Lends},
     note,
     page::{FIXED, OWNED, Pages},
     reader::{Heard, Reader, Readers},
     region::{RING, Region},
-    shelf::{Lent, Shelf},
+    shelf::{Bytes, Lent, Shelf},
     socket,
     source::{Sight, Source, Told},
 };
@@ -61,13 +61,19 @@ pub fn meeting(input: &[u8]) {
     if let Some(fd) = fds.get_mut(usize::from(kind & 7)) {
         *fd = [unsealed.as_fd(), pages.bell.as_fd()][usize::from(kind >> 3 & 1)];
     }
-    let fds = &fds[..if kind & 0x10 == 0 { 4 } else { usize::from(kind >> 5) % 4 }];
+    // One who lends a device's memory has no descriptor of it.
+    let decoded = Answer::decode(message, SESSION);
+    let on_device = decoded.is_some_and(|answer| matches!(answer.lends, Lends::Device { .. }));
+    let fds = &fds[usize::from(on_device)..];
+    let fds = &fds[..if kind & 0x10 == 0 { fds.len() } else { usize::from(kind >> 5) % fds.len() }];
     if socket::send(&theirs, message, fds).is_err() {
         return;
     }
     let copier = Arc::new(Copier::new(1));
-    let Ok(source) = hear_answer(ours, &SESSION.into(), owner(), &copier) else { return };
-    assert!(kind & 7 > 3 || kind & 0xf == 0xa, "it maps what has no seals, or another length");
+    let open = |_, _: &Lends, _: &Arc<OwnedFd>| Bytes::Beyond;
+    let Ok(source) = hear_answer(ours, &SESSION.into(), owner(), open, &copier) else { return };
+    let all_good = kind & 7 > 3 || kind & 0xf == 0xa || on_device && kind & 7 == 0;
+    assert!(all_good, "it maps what has no seals, or another length");
     let answer = Answer::decode(message, SESSION).expect("it was understood");
     assert_eq!((answer.owner, answer.encode(SESSION)), (owner(), message.to_vec()));
     // Whatever the numbers are, a read stays inside the mapping, or is refused.
@@ -115,20 +121,20 @@ impl Play {
         let hand = Region::of_peer(fd.as_fd(), SLOTS).ok()?;
         let theirs = Region::of_peer(fd.as_fd(), SLOTS).ok()?;
         let (left, right) = pair();
-        let reader = Arc::new(Reader::new(reader(), region, left));
+        let reader = Arc::new(Reader::new(reader(), region, left, false));
         let readers = Readers::default();
         readers.add(Arc::clone(&reader));
         let shelf = &pages.shelf;
         let (base, len) = (shelf.span.addr(), shelf.span.len as u64);
-        let fd = shelf.fd.as_fd();
-        let lent = Lent::of_peer(base, len, shelf.file, SLOTS, fd, &shelf.lines_fd).ok()?;
+        let answer = Answer { owner: owner(), base, len, slots: SLOTS, lends: Lends::File(len) };
+        let lent = Lent::of_file(&answer, len, pages.fd.as_fd(), &shelf.lines_fd).ok()?;
         let bell = Pages::of_peer(pages.bell.as_fd(), PAGE, FIXED, both()).ok()?;
         let bell = Doorbell::shared(Arc::new(bell));
         let copier = Arc::new(Copier::new(1));
         let session = SESSION.into();
         let (held, socket) = pair();
         drop(right);
-        let source = Source::new(session, owner(), lent, theirs, bell, socket, copier);
+        let source = Source::new(session, owner(), lent, theirs, bell, Arc::new(socket), copier);
         Some(Self {
             pages,
             readers,
@@ -312,7 +318,7 @@ impl Owned {
     fn new() -> Option<Self> {
         let (bytes, fd) = Pages::make("fuzz-slots", SLOTS as usize * PAGE, OWNED).ok()?;
         let span = bytes.part(0, SLOTS as usize * PAGE);
-        let shelf = Shelf::new(span, SLOTS, fd.as_fd()).ok()?;
+        let shelf = Shelf::of_file(span, SLOTS, fd.as_fd()).ok()?;
         let (_, bell) = Pages::make("fuzz-bell", PAGE, FIXED).ok()?;
         Some(Self { bytes, fd, shelf, bell })
     }

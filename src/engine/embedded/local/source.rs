@@ -347,7 +347,7 @@ impl Source {
 
 impl Drop for Source {
     fn drop(&mut self) {
-        // Else it ends when what we have mapped is let go of.
+        // That of a device ends when what we have mapped of it is let go of.
         if process::is_here() && !self.lent.holds_device() {
             socket::shut(&self.socket);
         }
