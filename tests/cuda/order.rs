@@ -279,7 +279,8 @@ fn a_copy_that_nothing_tells_the_end_of_is_waited_for(rig: &Rig) {
     let bytes = pattern(5000, 2);
     let on_theirs = |slot: &mut Slot<Cuda>| slot.copy_from_device(&tensor, Some(&stream));
     let on_our_own = |slot: &mut Slot<Cuda>| slot.copy_from_host(&bytes);
-    let copies: [&(dyn Fn(&mut Slot<Cuda>) -> Result<()> + Sync); 2] = [&on_theirs, &on_our_own];
+    type Copy<'a> = &'a (dyn Fn(&mut Slot<Cuda>) -> Result<()> + Sync);
+    let copies: [Copy<'_>; 2] = [&on_theirs, &on_our_own];
     for (copy, expected) in copies.into_iter().zip([&pattern(5000, 1), &bytes]) {
         let mut slot = relay.try_acquire(5000).unwrap();
         let before = standin.calls("cuStreamSynchronize");
