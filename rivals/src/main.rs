@@ -103,10 +103,11 @@ fn send(start: Start, plan: &Plan) -> io::Result<()> {
     let pair = || Pair::start(start, plan);
     match start {
         Start::Memory => memory::send(plan),
-        Start::SameHost | Start::SameHostSpin | Start::SameHostPark | Start::Tcp => {
-            ours::send(start, plan, pair)
-        }
-        Start::Mooncake => ours::send(start, plan, pair),
+        Start::SameHost
+        | Start::SameHostSpin
+        | Start::SameHostPark
+        | Start::Tcp
+        | Start::Mooncake => ours::send(start, plan, pair),
         Start::MooncakeBare => calls::send(plan, pair()?),
         Start::Iceoryx2 => iceoryx::send(plan, pair()?),
         Start::TcpSocket | Start::TcpSocketSpin | Start::UnixSocket | Start::UnixSocketSpin => {
