@@ -1,6 +1,6 @@
 //! Few chunks, and peers that are slow, silent or no relays of ours.
 
-use std::{io::Write, net::TcpStream};
+use std::{io::Write, net::TcpStream, thread, time::Duration};
 
 use serde_json::{Value, json};
 
@@ -76,6 +76,12 @@ fn senders_that_send_nothing() {
             (peer, sent, get)
         })
         .collect();
+    // What was on its way has come, and nothing does any more.
+    eventually(true, || {
+        let before = begun();
+        thread::sleep(Duration::from_millis(100)); // between two looks, not instead of one
+        begun() == before
+    });
     for seed in 3..6 {
         works(&good, &receiver, SLOT, seed);
     }
