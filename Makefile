@@ -117,7 +117,7 @@ sanitize:
 
 # Host memory is a memfd, which Miri cannot map: so no relay, but all that relays are made of. Fewer
 # cases of each property, since it takes a thousand times as long.
-MIRI = exports frame::tests local::note local::message metadata config::tests deadline_too_far \
+MIRI = exports frame::tests local::note local::message metadata::tests config::tests deadline_too_far \
 	memory::copy memory::stream
 
 miri:

@@ -146,6 +146,7 @@ plays = {
     "odd_tail": act(0, 0, word(5 << 32 | 1)) + look,
     "lying_head": act(0, 0, word(2**40)) + act(9, 0, word(9)) + look,
     "scrawled": put + act(3, 0, b"\x01", word(4096)) + act(3, 0, b"\x02", word(2**40)) + read + view,
+    "beyond": put + act(8, 0, word(200 << 32 | 4001 << 8 | 1 << 24)) + read,
     "gone": put + view + leave + look + read + left + read,
 }
 for name, bytes_ in plays.items():
