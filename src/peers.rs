@@ -22,11 +22,15 @@ pub(crate) struct Peers {
 /// More than this many are not remembered; those with nothing under way are forgotten first.
 const REMEMBERED: usize = 4096;
 
+/// So many misses in a row are more than a busy machine's.
+const STUCK: u32 = 4;
+
 /// One peer.
 #[derive(Debug)]
 pub(crate) struct Peer {
     trust: AtomicU8,
-    /// How many times in a row it did not answer in the time that it was given.
+    /// How many times in a row it did not answer in the time that it was given; more, if a read of it
+    /// was held up.
     misses: AtomicU32,
     /// How many transfer threads are busy with it.
     busy: AtomicU32,
@@ -108,6 +112,17 @@ impl Peer {
     pub(crate) fn count_miss(&self, given: Duration) {
         self.misses.fetch_add(1, Ordering::Relaxed);
         *self.last_failure.lock() = Some((Instant::now(), format!("no answer in {given:?}")));
+    }
+
+    /// It holds up a read that others wait for. That weighs as much as tries of that length.
+    pub(crate) fn found_stuck(&self) {
+        self.learn(Trust::Failed);
+        self.misses.fetch_max(STUCK, Ordering::Relaxed);
+    }
+
+    /// Whether it has not failed last time, or has only not been quick: what is busy may be.
+    pub(crate) fn may_answer(&self) -> bool {
+        self.trust() != Trust::Failed || self.misses() < STUCK
     }
 
     pub(crate) fn is_busy(&self) -> bool {

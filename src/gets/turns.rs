@@ -1,7 +1,8 @@
 //! What a transfer thread does next, and who gives way to whom.
 //!
 //! Peers that have answered come first. Those that have not, or failed last time, are *suspects*: with
-//! two or more threads they hold all but one, and each of them one at the most.
+//! two or more threads they hold all but one, and each of them one at the most. Of the suspects those
+//! come last that held up a read, or have missed many tries: whoever missed one may be well.
 
 use std::{
     sync::Arc,
@@ -125,7 +126,7 @@ impl<M: Memory> Gets<M> {
         let long = |since: Instant| now.duration_since(since) >= HELD_LONG;
         let waits = |job: &&Job<M>| {
             let peer = &job.what.peer;
-            long(job.since) && peer.trust() != Trust::Failed && !peer.is_busy()
+            long(job.since) && peer.may_answer() && !peer.is_busy()
         };
         let mut queued = table.order.iter().filter_map(|handle| table.queued_job(*handle));
         let Some(waiting) = queued.find(waits) else { return };
@@ -147,7 +148,7 @@ impl<M: Memory> Gets<M> {
             place.way = Way::Asked;
             if let Some(job) = &place.job {
                 // Else it would have the next turn, too.
-                job.what.peer.learn(Trust::Failed);
+                job.what.peer.found_stuck();
             }
             self.yielding.fetch_add(1, Ordering::Relaxed);
         }
@@ -207,9 +208,11 @@ impl<M: Memory> Gets<M> {
         };
         let unfailed =
             |table: &Table<M>, peer: &Peer| peer.trust() != Trust::Failed && may(table, peer);
+        let unstuck = |table: &Table<M>, peer: &Peer| peer.may_answer() && may(table, peer);
         self.pick_tell(table, now, good)
             .or_else(|| self.pick_read(table, unfailed))
             .or_else(|| self.pick_tell(table, now, may))
+            .or_else(|| self.pick_read(table, unstuck))
             .or_else(|| self.pick_read(table, may))
     }
 

@@ -2,7 +2,10 @@
 
 use std::{
     iter,
-    sync::Arc,
+    sync::{
+        Arc,
+        atomic::{AtomicBool, Ordering},
+    },
     thread,
     time::{Duration, Instant},
 };
@@ -29,6 +32,7 @@ cases! {
         q20_gets_from_a_stuck_sender_keep_no_healthy_one_waiting,
         q20_gets_from_a_sender_that_never_answered_keep_no_thread_from_others,
         q20_a_sender_that_answered_before_it_got_stuck_gives_way,
+        q20_a_sender_that_missed_its_first_try_does_not_wait_for_stuck_ones,
         q23_relays_used_from_two_threads_share_nothing = 300;
     Processes: q19_any_number_of_waiters_hear_the_same_end;
 }
@@ -227,6 +231,37 @@ fn q20_a_sender_that_answered_before_it_got_stuck_gives_way(on: &On) {
     gets.let_others_pass(&healthy, &b);
     gate.open();
     gets.end_well();
+}
+
+fn q20_a_sender_that_missed_its_first_try_does_not_wait_for_stuck_ones(on: &On) {
+    let stuck = [(); 2].map(|()| on.relay(&config().with_credits(HANDFUL as u32)));
+    let slow = on.relay(&config());
+    let engine = on.hooked();
+    let slots = 2 * HANDFUL as u32;
+    let b = AtRest::new(
+        engine.engine(),
+        &config().with_transfer_threads(2).with_receive_credits(slots),
+    );
+    stuck.iter().for_each(|relay| relay.works_with(&b));
+    // Once, as on a machine that has other things to do.
+    let (name, missed) = (slow.health().session_id, AtomicBool::new(false));
+    engine.on_connect(move |next, peer, deadline| {
+        if *peer == *name && !missed.swap(true, Ordering::SeqCst) {
+            return Err(Error::TimedOut);
+        }
+        next.connect(peer, deadline)
+    });
+    let gates = stuck.each_ref().map(|relay| stick_reads_of(relay, &engine));
+    let gets = stuck.each_ref().map(|relay| Handful::of(relay, &b));
+    eventually(2, || b.health().reading);
+    let (tx, rx) = unbounded();
+    let (metadata, token) = slow.sends(b"slow, and well");
+    b.get(&metadata).unwrap().attach(&tx, 0);
+    assert_eq!(&rx.recv().unwrap().result.unwrap()[..], b"slow, and well");
+    drop(token.wait().unwrap());
+    assert!(gets.iter().all(|gets| gets.rx.is_empty()), "the stuck ones are still stuck");
+    gates.iter().for_each(Gate::open);
+    gets.into_iter().for_each(Handful::end_well);
 }
 
 /// Reads from `peer` end only when the gate is opened or the relay interrupts them.

@@ -22,27 +22,7 @@ use crate::{
 const KNOWN: &[(&str, u8)] = &[("a1", 1), ("a3", 1), ("a5", 1), ("a6", 1), ("a8", 2), ("a9", 2), ("a10", 1), ("a11", 1), ("b1", 1), ("b2", 1), ("b3", 2), ("b5", 2), ("b6", 2), ("b8", 2), ("b10", 2), ("b11", 1), ("b13", 1), ("c1", 1), ("c3", 1), ("c4", 1), ("c6", 1), ("c8", 2), ("c9", 2), ("d1", 1), ("d2", 1), ("d4", 1), ("d6", 2), ("d7", 2), ("d9", 1), ("d11", 1), ("e1", 1), ("e3", 2), ("e5", 1), ("e6", 2), ("e7", 2), ("f1", 1), ("f2", 1), ("g1", 1), ("g3", 1), ("g5", 2), ("g6", 2), ("r1", 1), ("r2", 2), ("r4", 1), ("r6", 3), ("i1", 1), ("i2", 1), ("i4", 1), ("i6", 2), ("i7", 2), ("i9", 2), ("j1", 1), ("j3", 1), ("j4", 1), ("j6", 2), ("j7", 2), ("j8", 2), ("t1", 1), ("t2", 1), ("t4", 1), ("t6", 2), ("t7", 2), ("l1", 1), ("l2", 2), ("l4", 2), ("l6", 2), ("m1", 1), ("m2", 1), ("m4", 2), ("m6", 1), ("m8", 2), ("m9", 2), ("m10", 2), ("n1", 2), ("n2", 1), ("n4", 2), ("n6", 2), ("o1", 1), ("o2", 2), ("o4", 3), ("p1", 2), ("p2", 3), ("q1", 1), ("q2", 1), ("q3", 1), ("q4", 1), ("q5", 1), ("q6", 1), ("q7", 1), ("q8", 1), ("q9", 1), ("q10", 1), ("q11", 1), ("q12", 1), ("q13", 1), ("q14", 1), ("q15", 1), ("q16", 1), ("q17", 1), ("q18", 1), ("q19", 1), ("q20", 1), ("q21", 1), ("q22", 1), ("q23", 1), ("q24", 1), ("q25", 1), ("q26", 1)];
 
 /// Of those, what no test holds, each with the reason.
-const WITHOUT: &[(&str, &str)] = &[
-    ("j1", FEW_CORES),
-    ("j3", FEW_CORES),
-    ("j6", FEW_CORES),
-    ("j7", FEW_CORES),
-    ("j8", FEW_CORES),
-    ("m1", ENDS),
-    ("m2", ENDS),
-    ("m4", ENDS),
-    ("m6", ENDS),
-    ("m8", ENDS),
-    ("m9", ENDS),
-    ("m10", ENDS),
-    ("o1", CUDA),
-    ("o2", CUDA),
-    ("o4", CUDA),
-];
-
-const FEW_CORES: &str = "no test of its name yet: threads on few cores";
-const ENDS: &str = "no test of its name yet: how processes begin and end";
-const CUDA: &str = "no device memory yet";
+const WITHOUT: &[(&str, &str)] = &[];
 
 /// Set where the table is to be printed instead of any test.
 const PRINT: &str = "MOONCAKE_RELAY_TEST_TABLE";
