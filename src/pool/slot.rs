@@ -193,6 +193,7 @@ impl<M: Memory> Slot<M> {
         &self.pool.fences[self.index as usize]
     }
 
+    #[cfg(feature = "cuda")]
     pub(super) fn memory(&self) -> &M {
         &self.pool.memory
     }
