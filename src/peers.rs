@@ -23,7 +23,7 @@ pub(crate) struct Peers {
 const REMEMBERED: usize = 4096;
 
 /// So many misses in a row are more than a busy machine's.
-const STUCK: u32 = 4;
+const STUCK: u32 = 3;
 
 /// One peer.
 #[derive(Debug)]
@@ -98,9 +98,10 @@ impl Peer {
         let is_news = self.trust() != trust;
         if is_news {
             self.trust.store(trust as u8, Ordering::Relaxed);
-            if trust == Trust::Good {
-                self.misses.store(0, Ordering::Relaxed);
-            }
+        }
+        // Also where that is no news: a read may end well just when it is found to be stuck.
+        if trust == Trust::Good && self.misses() > 0 {
+            self.misses.store(0, Ordering::Relaxed);
         }
         is_news
     }

@@ -53,7 +53,14 @@ pub(crate) fn forked() -> Error {
 pub(crate) fn enter() -> Result<()> {
     let nothing = (&raw const NOTHING).cast_mut();
     if WORD.load(Ordering::Acquire) == nothing {
-        let page = wiped_in_a_child().map_err(std::io::Error::from)?;
+        let page = wiped_in_a_child().map_err(|errno| {
+            let os = std::io::Error::from(errno);
+            let kind = os.kind();
+            let reason = format!(
+                "a page that is wiped in a forked child (MADV_WIPEONFORK, Linux 4.14): {os}"
+            );
+            Error::Io(std::io::Error::new(kind, reason))
+        })?;
         // No lock: a child that is forked meanwhile would have it held for ever.
         let entered = WORD.compare_exchange(nothing, page, Ordering::Release, Ordering::Relaxed);
         if entered.is_err() {
@@ -71,7 +78,12 @@ fn wiped_in_a_child() -> rustix::io::Result<*mut AtomicU32> {
     // SAFETY: a fresh mapping at an address of the kernel's choice aliases nothing.
     let page = unsafe { mmap_anonymous(ptr::null_mut(), PAGE, access, MapFlags::PRIVATE) }?;
     // SAFETY: the page is our own, and nobody knows of it yet.
-    unsafe { madvise(page, PAGE, Advice::LinuxWipeOnFork) }?;
+    if let Err(errno) = unsafe { madvise(page, PAGE, Advice::LinuxWipeOnFork) } {
+        // SAFETY: as above.
+        let unmapped = unsafe { munmap(page, PAGE) };
+        debug_assert!(unmapped.is_ok(), "a mapping of one's own can be unmapped");
+        return Err(errno);
+    }
     // SAFETY: as above, and a page is aligned for a word.
     unsafe { page.cast::<AtomicU32>().write(AtomicU32::new(HERE)) };
     Ok(page.cast())

@@ -186,12 +186,6 @@ impl<M: Memory> Relay<M> {
     ) -> Result<Self> {
         process::enter()?;
         let config = config.check()?;
-        if !M::HOST && config.huge_pages == HugePages::Require {
-            return Err(Error::config(
-                "huge_pages",
-                "a device's pages are its driver's: leave it off",
-            ));
-        }
         let cores = affinity::allowed().len();
         if config.lock_memory {
             let all = config.credits as usize + config.receive_credits as usize;

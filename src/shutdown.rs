@@ -259,7 +259,8 @@ impl Drop for Running {
         let mut state = threads.state.lock();
         while let Some(job) = state.last.take() {
             drop(state);
-            job();
+            // Else nobody would hear that this thread has ended.
+            let _ = catch_unwind(AssertUnwindSafe(job));
             state = threads.state.lock();
         }
         state.running -= 1;

@@ -138,7 +138,6 @@ impl Engine for InProcessEngine {
             return;
         }
         *self.peer.state.write() = State::Stopped;
-        self.peer.devices.lock().clear();
         self.peer.bell.ring();
     }
 

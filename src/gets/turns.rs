@@ -124,14 +124,17 @@ impl<M: Memory> Gets<M> {
     pub(crate) fn make_way(&self, now: Instant) {
         let mut table = self.table.lock();
         let long = |since: Instant| now.duration_since(since) >= HELD_LONG;
+        let is_suspect = |job: &Job<M>| job.what.peer.trust() != Trust::Good;
+        let turn_is_held = table.suspect >= self.most_suspect;
         let waits = |job: &&Job<M>| {
             let peer = &job.what.peer;
-            long(job.since) && peer.may_answer() && !peer.is_busy()
+            // Who failed last time may ask for the turn of such as it, and not for a thread.
+            let may = peer.trust() != Trust::Failed || turn_is_held && peer.may_answer();
+            long(job.since) && may && !peer.is_busy()
         };
         let mut queued = table.order.iter().filter_map(|handle| table.queued_job(*handle));
         let Some(waiting) = queued.find(waits) else { return };
-        let is_suspect = |job: &Job<M>| job.what.peer.trust() != Trust::Good;
-        let for_turn = is_suspect(waiting) && table.suspect >= self.most_suspect;
+        let for_turn = is_suspect(waiting) && turn_is_held;
         if table.idle > 0 && !for_turn {
             return;
         }

@@ -209,7 +209,9 @@ impl Engine for EmbeddedEngine {
         server.stop();
         // Its thread may have let a reader in meanwhile, whom nobody would tell that we are gone.
         self.shared.local.stop();
-        if let Some(stager) = self.shared.stager.write().take() {
+        // Its own statement: nobody who asks for our health waits for the stager's end.
+        let stager = self.shared.stager.write().take();
+        if let Some(stager) = stager {
             stager.stop(deadline);
         }
         *self.state.lock() = State::Stopped;

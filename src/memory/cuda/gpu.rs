@@ -16,7 +16,10 @@ use cudarc::driver::sys::{CUcontext, CUdevice, CUevent, CUstream, CUuuid};
 use parking_lot::Mutex;
 
 use super::api::{Api, Fault, NOT_READY};
-use crate::error::{Error, Result};
+use crate::{
+    error::{Error, Result},
+    process,
+};
 
 /// A device that this process uses, by its primary context: the one that other libraries use too.
 ///
@@ -171,6 +174,8 @@ impl Gpu {
 
     /// Has this thread call the device, until the value is dropped.
     pub(super) fn enter(&self) -> Result<Current<'_>> {
+        // The driver is its parent's.
+        process::check()?;
         // SAFETY: the context is retained.
         unsafe { self.api.cuCtxPushCurrent_v2(self.context) }.map_err(|fault| self.error(fault))?;
         Ok(Current(self))
@@ -183,6 +188,7 @@ impl Gpu {
         loop {
             match self.enter() {
                 Ok(current) => return Ok(current),
+                Err(error) if !process::is_here() => return Err(error),
                 Err(error) if begun.elapsed() >= PATIENCE => {
                     self.lost.store(true, Ordering::Relaxed);
                     tracing::error!(%error, "a copy has no end: the device is not used any more");
@@ -284,9 +290,9 @@ impl Gpu {
 
     /// Whether what was marked is over, well or not.
     pub(super) fn is_over(&self, lane: &Lane) -> bool {
-        // Whoever waits for it hears why it cannot be known.
+        // Whoever waits for it hears why it cannot be known, and gives up in the end.
         self.is_lost()
-            || self.enter().is_ok_and(|current| current.is_over(lane.event).unwrap_or(true))
+            || self.enter().map_or(true, |current| current.is_over(lane.event).unwrap_or(true))
     }
 
     /// After a fault: waits until nothing is under way on the lane, and says what the fault was. If that
@@ -363,6 +369,9 @@ impl Drop for Event {
 
 impl Drop for Gpu {
     fn drop(&mut self) {
+        if !process::is_here() {
+            return;
+        }
         if let Ok(_current) = self.enter() {
             while let Some(lane) = self.lanes.pop() {
                 self.destroy(&lane);

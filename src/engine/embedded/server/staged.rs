@@ -37,6 +37,7 @@ pub(super) struct Staged {
 struct Piece {
     start: usize,
     len: usize,
+    /// Since when it is here, or else was asked for.
     since: Instant,
     copied: Arc<Copied>,
     /// Once it is here.
@@ -93,7 +94,7 @@ impl Staged {
         if first.chunk.is_none() {
             match first.copied.take() {
                 None => return Ok(None),
-                Some(Ok(chunk)) => first.chunk = Some(chunk),
+                Some(Ok(chunk)) => (first.since, first.chunk) = (Instant::now(), Some(chunk)),
                 Some(Err(reason)) => {
                     warn!(reason, "a read was cut: its bytes could not be copied from the device");
                     return Err(io::Error::other(reason));
@@ -106,7 +107,11 @@ impl Staged {
 
     /// Gives back the chunks of a slow peer: what it has not taken is copied again, in its turn.
     pub(super) fn yield_chunks(&mut self, now: Instant) {
-        if self.pieces.first().is_some_and(|first| now.duration_since(first.since) >= PATIENCE) {
+        // What is still being copied is not the peer's doing.
+        let slow = |first: &Piece| {
+            first.chunk.is_some() && now.saturating_duration_since(first.since) >= PATIENCE
+        };
+        if self.pieces.first().is_some_and(slow) {
             self.pieces.clear();
         }
     }
