@@ -1,7 +1,7 @@
 # What a developer needs. `make` alone lists it.
 .NOTPARALLEL:
 .PHONY: help test quickstart interop interop-all soak mooncake-valgrind fmt lint loom mutants faults \
-	fuzz sanitize miri deny bench compare counts wheel packages
+	fuzz sanitize miri deny bench compare counts wheel packages cuda-device
 
 CARGO = cargo
 began := $(shell date +%s)
@@ -25,6 +25,7 @@ help:
 	@echo 'make deny        licences, sources and bans of what we depend on; advisories if reachable'
 	@echo 'make bench       what things cost here: benches/, four minutes once it is built'
 	@echo 'make compare     what others take for the same job, beside ours: rivals/, some minutes (ARGS=--quick: one)'
+	@echo 'make cuda-device builds what tests/cuda-device.sh runs on a machine with a GPU: target/cuda-device'
 	@echo 'make counts      instructions for each step, under valgrind'
 	@echo 'make wheel       installs the real engine for the Python peer, under target/'
 
@@ -162,6 +163,20 @@ compare:
 	$(call stage,what they want beyond Rust; then everybody in turn)
 	settings=$$(sh rivals/setup.sh --packages); eval "$$settings"; \
 		$(CARGO) run --quiet $(rivals) --release -- --out $(CURDIR)/target $(ARGS)
+
+# Stripped, so that it travels. The newest of each name is what this build made.
+CUDA_DEVICE = $(CURDIR)/target/cuda-device
+cuda-device: release = $${CARGO_TARGET_DIR:-target}/release
+cuda-device:
+	$(CARGO) build --release --all-features --example cuda
+	$(CARGO) test --release --all-features --test cuda --test cuda_ways --no-run
+	rm -rf $(CUDA_DEVICE) && mkdir -p $(CUDA_DEVICE)
+	strip -o $(CUDA_DEVICE)/example_cuda $(release)/examples/cuda
+	for test in cuda cuda_ways; do \
+		newest=$$(find $(release)/deps -name "$$test-*" ! -name '*.*' -exec ls -t {} + | head -n 1); \
+		strip -o $(CUDA_DEVICE)/test_$$test "$$newest" || exit 1; \
+	done
+	@echo 'built: sh tests/cuda-device.sh, here or where target/cuda-device and it are taken to'
 
 counts:
 	@command -v valgrind >/dev/null || \

@@ -43,6 +43,17 @@ impl Relay<Cuda> {
     /// Copies `src`, on the relay's device, into a slot and publishes it, once the copy is over. The
     /// copy goes on `stream`, or on the one that `src` has.
     ///
+    /// ```no_run
+    /// # use mooncake_relay::{Cuda, DType, Relay, Tensor};
+    /// # fn f(relay: Relay<Cuda>) -> Result<(), Box<dyn std::error::Error>> {
+    /// let stream = cudarc::driver::CudaContext::new(0)?.new_stream()?;
+    /// let tensor = stream.clone_htod(&[0.5_f32; 12])?;
+    /// let described = Tensor::new(DType::Float32, [3, 4]); // 48 bytes, as many as `tensor` has
+    /// let (metadata, put) = relay.put_device(&tensor, Some(&stream), described)?;
+    /// # drop((metadata, put));
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     ///
     /// Those of [`acquire`](Self::acquire), of [`Slot::copy_from_device`] and of [`put`](Self::put).

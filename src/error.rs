@@ -105,7 +105,16 @@ pub enum Error {
     },
 
     /// A device refused or failed. Other devices, and relays in host memory, are not affected; most
-    /// failures of a device last until the process ends.
+    /// failures of a device last until the process ends. That there is no driver, or no such device,
+    /// or that it has too little memory, is an [`Error::Config`].
+    ///
+    /// ```
+    /// # use mooncake_relay::Error;
+    /// let call = "cuMemcpyDtoDAsync_v2";
+    /// let reason = "CUDA_ERROR_ILLEGAL_ADDRESS".to_owned();
+    /// let error = Error::Device { device: "cuda:0".to_owned(), call, reason };
+    /// assert_eq!(error.to_string(), "cuda:0: cuMemcpyDtoDAsync_v2 failed: CUDA_ERROR_ILLEGAL_ADDRESS");
+    /// ```
     #[error("{device}: {call} failed: {reason}")]
     Device {
         /// Which device: `"cuda:0"`.

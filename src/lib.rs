@@ -158,6 +158,6 @@ pub mod internal {
 #[doc(hidden)]
 pub use crate::engine::fuzzing;
 
-#[cfg(all(doctest, feature = "embedded", feature = "mooncake"))]
+#[cfg(all(doctest, feature = "cuda", feature = "embedded", feature = "mooncake"))]
 #[doc = include_str!("../README.md")]
 struct ReadmeDoctests;

@@ -178,7 +178,10 @@ impl<M: Memory> Relay<M> {
     ///
     /// # Errors
     ///
-    /// As [`Relay::new`], which is `Relay::<Host>::with_memory((), engine, config)`.
+    /// As [`Relay::new`], which is `Relay::<Host>::with_memory((), engine, config)`. In device memory also
+    /// [`Error::Config`] of the field `memory` without a driver or such a device, of `staging` where the
+    /// embedded engine was given none, of `slot_size` and `receive_credits` where the device has too
+    /// little; and [`Error::Device`].
     pub fn with_memory(
         memory: M::Options,
         engine: Arc<dyn Engine>,

@@ -3,6 +3,9 @@
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
+#[cfg(feature = "cuda")]
+#[path = "cuda/standin.rs"]
+mod standin;
 
 use std::{
     collections::BTreeSet,
@@ -126,9 +129,87 @@ fn mooncake_says_what_is_missing_and_how_to_install_it() {
     }
 }
 
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_moves_tensors_in_device_memory_both_ways() {
+    let driver = standin::Built::new();
+    for (flags, way) in [
+        (&["--peer-device", "1"][..], "\"cuda-ipc\": one copy"),
+        (&["--tcp"], "\"staged\": by TCP"),
+    ] {
+        let said = on_standin(&driver, flags);
+        assert!(said.starts_with("slots in the memory of cuda:0\n"), "{said}");
+        assert!(said.contains("16777216") && said.contains("Every byte was compared."), "{said}");
+        assert!(said.contains(way), "{way}: {said}");
+    }
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_times_every_way_beside_bare_copies() {
+    let driver = standin::Built::new();
+    let said = on_standin(&driver, &["--times", "--largest", "65536"]);
+    for way in [
+        "device → device by \"cuda-ipc\"",
+        "host → device by \"local-staged\"",
+        "device → host by \"tcp\"",
+        "host → host by \"local\"",
+        "device → device by \"staged\"",
+        "host → device by \"staged\"",
+        "host → host by \"tcp\"",
+    ] {
+        assert!(said.contains(way), "{way}: {said}");
+    }
+    assert!(said.contains("compared byte for byte"), "{said}");
+    // Bare copies, and eight ways.
+    assert_eq!(said.lines().filter(|line| line.starts_with("       65536 ")).count(), 9, "{said}");
+}
+
+#[cfg(feature = "cuda")]
+#[test]
+fn cuda_says_what_is_missing() {
+    let run = |variables: &[(&str, &str)], flags: &[&str]| {
+        let mut command = Command::new(example("cuda"));
+        command.args(flags).envs(variables.iter().copied()).stdin(Stdio::null());
+        let output = within(WATCHDOG, move || command.output().unwrap());
+        assert_eq!(output.status.code(), Some(1));
+        String::from_utf8(output.stderr).unwrap()
+    };
+    let driver = standin::Built::new();
+    let folder = driver.path().to_str().unwrap();
+    let mut cases =
+        vec![run(&[("LD_LIBRARY_PATH", folder), ("STANDIN_DEVICES", "0")], &["--times"])];
+    if !fs::exists("/dev/nvidia0").unwrap() {
+        cases.push(run(&[("LD_LIBRARY_PATH", "/nowhere")], &[]));
+    }
+    for log in cases {
+        for part in ["cuda: ", "memory", "nvidia-smi", "--gpus all"] {
+            assert!(log.contains(part), "{part}: {log}");
+        }
+        assert!(!log.contains("panicked"), "{log}");
+    }
+}
+
+/// Runs it where the driver is that stand-in, which is left as it was found.
+#[cfg(feature = "cuda")]
+fn on_standin(driver: &standin::Built, flags: &[&str]) -> String {
+    let report = driver.path().join("report");
+    let mut command = Command::new(example("cuda"));
+    command.args(flags).stdin(Stdio::null());
+    command.env("LD_LIBRARY_PATH", driver.path()).env("STANDIN_REPORT", &report);
+    let output = within(WATCHDOG, move || command.output().unwrap());
+    let said = String::from_utf8(output.stdout).unwrap();
+    let log = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success() && log.is_empty(), "{}: {log}\n{said}", output.status);
+    let left = fs::read_to_string(&report).unwrap();
+    assert!(left.lines().all(|line| line.ends_with(" 0")), "{left}");
+    said
+}
+
 #[test]
 fn every_example_is_run_by_a_test_and_listed_in_the_readme() {
     let tested = [
+        "cuda",
         "doctor",
         "mooncake",
         "own_engine",

@@ -38,6 +38,13 @@ use crate::{
 impl Slot<Cuda> {
     /// Copies `src` to the slot, and waits until it is there. Fastest from pinned memory.
     ///
+    /// ```no_run
+    /// # fn f(relay: mooncake_relay::Relay<mooncake_relay::Cuda>) -> mooncake_relay::Result<()> {
+    /// let mut slot = relay.try_acquire(5)?; // bytes
+    /// slot.copy_from_host(b"hello")?;
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::Config`] unless `src` is as long as the slot; [`Error::Device`]: then the slot's
@@ -48,6 +55,13 @@ impl Slot<Cuda> {
     }
 
     /// Copies the slot to the front of `dest`, and waits until it is there. Fastest to pinned memory.
+    ///
+    /// ```no_run
+    /// # fn f(slot: mooncake_relay::Slot<mooncake_relay::Cuda>) -> mooncake_relay::Result<()> {
+    /// let mut bytes = vec![0; slot.len()];
+    /// slot.copy_to_host(&mut bytes)?;
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Errors
     ///
@@ -91,6 +105,16 @@ impl Slot<Cuda> {
     /// Copies the slot to the front of `dest`, on the same device: on `stream`, or on the one that
     /// `dest` has. Does not wait for it; the slot may be dropped at once.
     ///
+    /// ```no_run
+    /// # use std::sync::Arc;
+    /// # fn f(slot: mooncake_relay::Slot<mooncake_relay::Cuda>, stream: Arc<cudarc::driver::CudaStream>)
+    /// # -> Result<(), Box<dyn std::error::Error>> {
+    /// let mut tensor = stream.alloc_zeros::<f32>(slot.len() / 4)?;
+    /// slot.copy_to_device(&mut tensor, Some(&stream))?;
+    /// drop(slot); // what is on `stream` from here on finds the bytes in `tensor`
+    /// # Ok(()) }
+    /// ```
+    ///
     /// # Errors
     ///
     /// [`Error::TooLarge`] if `dest` is too short; [`Error::Config`] unless it and the stream are in
@@ -122,7 +146,15 @@ impl Slot<Cuda> {
     }
 
     /// Copies the device's memory at `src`, as much as the slot has, to the slot: on `stream`, and
-    /// then does not wait for it; without one it waits.
+    /// then does not wait for it; without one it waits. For memory that `cudarc` did not allocate.
+    ///
+    /// ```no_run
+    /// # fn f(slot: &mut mooncake_relay::Slot<mooncake_relay::Cuda>, tensor: u64)
+    /// # -> mooncake_relay::Result<()> {
+    /// // SAFETY: `tensor` is as many bytes as the slot, of the slot's device, and computed.
+    /// unsafe { slot.copy_from_device_ptr(tensor, None) }?;
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Safety
     ///
@@ -143,7 +175,15 @@ impl Slot<Cuda> {
     }
 
     /// Copies the slot to the device's memory at `dest`: on `stream`, and then does not wait for it;
-    /// without one it waits.
+    /// without one it waits. For memory that `cudarc` did not allocate.
+    ///
+    /// ```no_run
+    /// # fn f(slot: mooncake_relay::Slot<mooncake_relay::Cuda>, tensor: u64)
+    /// # -> mooncake_relay::Result<()> {
+    /// // SAFETY: `tensor` is as many bytes as the slot, of the slot's device, and nobody's else now.
+    /// unsafe { slot.copy_to_device_ptr(tensor, None) }?;
+    /// # Ok(()) }
+    /// ```
     ///
     /// # Safety
     ///

@@ -3,8 +3,8 @@
 use serde_json::json;
 
 use crate::{
-    CHUNK, Case, SLOT, at_rest, count, cuda, far, host, leaves_nothing, live, put, spawn, start,
-    start_with, station::Plan, way, works,
+    CHUNK, Case, SLOT, at_rest, count, cuda, far, host, is_real, leaves_nothing, live, put, spawn,
+    start, start_with, station::Plan, way, works,
 };
 
 pub(crate) const CASES: &[Case] = &[
@@ -36,7 +36,11 @@ fn goes(from: &Plan, to: &Plan, by: &str) {
     for (round, size) in (1..).zip(sizes) {
         works(&sender, &receiver, size, round);
     }
-    assert_eq!(way(&sender, &receiver), by);
+    let refused = is_real() && by == "cuda-ipc" && count(&receiver, "ipc_refused") == 1;
+    if refused {
+        println!("this machine shares no device memory between processes: it came by TCP");
+    }
+    assert_eq!(way(&sender, &receiver), if refused { "staged" } else { by });
     // Several at a time, in slots that were used before.
     for round in 0..3 {
         let sent: Vec<_> =

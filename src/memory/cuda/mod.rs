@@ -35,7 +35,20 @@ use crate::error::{Error, Result};
 ///
 /// What says which device is its ordinal, as the driver counts those that `CUDA_VISIBLE_DEVICES`
 /// leaves: `Relay::<Cuda>::with_memory(0, engine, &config)`. The driver is loaded then, and not
-/// before; without one that is an error like any other.
+/// before; without one, or without such a device, that is an [`Error::Config`] of the field `memory`.
+///
+/// ```no_run
+/// # use std::sync::Arc;
+/// # #[cfg(feature = "embedded")]
+/// # fn f() -> mooncake_relay::Result<()> {
+/// use mooncake_relay::{Config, Cuda, EmbeddedEngine, Relay, Staging};
+/// let engine = EmbeddedEngine::builder("127.0.0.1:0").staging(Staging::default()).bind()?;
+/// let relay = Relay::<Cuda>::with_memory(1, Arc::new(engine), &Config::default())?;
+/// assert_eq!(relay.health().device, "cuda:1");
+/// # Ok(()) }
+/// ```
+///
+/// Each direction, slots times their size in bytes, is rounded up to 2 MiB.
 ///
 /// Device memory is never swapped out, so that [`Config::lock_memory`](crate::Config::lock_memory)
 /// asks for nothing there; and its pages are the driver's: [`HugePages::Require`](crate::HugePages)
