@@ -52,6 +52,7 @@ impl Relay<Cuda> {
     /// let (metadata, put) = relay.put_device(&tensor, Some(&stream), described)?;
     /// # drop((metadata, put));
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Errors
@@ -74,13 +75,14 @@ impl Relay<Cuda> {
     /// `stream` (or on the stream that `dest` has), and before what comes after it there.
     ///
     /// ```no_run
-    /// # use std::{sync::Arc, time::Duration};
+    /// # use std::time::Duration;
     /// # use mooncake_relay::{Cuda, Metadata, Relay};
     /// # fn f(relay: Relay<Cuda>, metadata: Metadata) -> Result<(), Box<dyn std::error::Error>> {
     /// let stream = cudarc::driver::CudaContext::new(0)?.new_stream()?;
     /// let mut tensor = stream.alloc_zeros::<u8>(metadata.size())?;
     /// relay.get_into(&metadata, &mut tensor, Some(&stream), Duration::from_secs(5))?;
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Errors

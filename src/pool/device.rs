@@ -43,6 +43,7 @@ impl Slot<Cuda> {
     /// let mut slot = relay.try_acquire(5)?; // bytes
     /// slot.copy_from_host(b"hello")?;
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Errors
@@ -61,6 +62,7 @@ impl Slot<Cuda> {
     /// let mut bytes = vec![0; slot.len()];
     /// slot.copy_to_host(&mut bytes)?;
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Errors
@@ -113,6 +115,7 @@ impl Slot<Cuda> {
     /// slot.copy_to_device(&mut tensor, Some(&stream))?;
     /// drop(slot); // what is on `stream` from here on finds the bytes in `tensor`
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Errors
@@ -154,6 +157,7 @@ impl Slot<Cuda> {
     /// // SAFETY: `tensor` is as many bytes as the slot, of the slot's device, and computed.
     /// unsafe { slot.copy_from_device_ptr(tensor, None) }?;
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Safety
@@ -183,6 +187,7 @@ impl Slot<Cuda> {
     /// // SAFETY: `tensor` is as many bytes as the slot, of the slot's device, and nobody's else now.
     /// unsafe { slot.copy_to_device_ptr(tensor, None) }?;
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Safety
@@ -224,6 +229,7 @@ impl Slot<Cuda> {
     /// # let _ = address;
     /// slot.end_on(stream)?;
     /// # Ok(()) }
+    /// # let _ = f;
     /// ```
     ///
     /// # Errors

@@ -38,14 +38,16 @@ use crate::error::{Error, Result};
 /// before; without one, or without such a device, that is an [`Error::Config`] of the field `memory`.
 ///
 /// ```no_run
-/// # use std::sync::Arc;
 /// # #[cfg(feature = "embedded")]
 /// # fn f() -> mooncake_relay::Result<()> {
+/// # use std::sync::Arc;
 /// use mooncake_relay::{Config, Cuda, EmbeddedEngine, Relay, Staging};
 /// let engine = EmbeddedEngine::builder("127.0.0.1:0").staging(Staging::default()).bind()?;
 /// let relay = Relay::<Cuda>::with_memory(1, Arc::new(engine), &Config::default())?;
 /// assert_eq!(relay.health().device, "cuda:1");
 /// # Ok(()) }
+/// # #[cfg(feature = "embedded")]
+/// # let _ = f;
 /// ```
 ///
 /// Each direction, slots times their size in bytes, is rounded up to 2 MiB.

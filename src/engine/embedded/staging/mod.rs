@@ -29,6 +29,7 @@ use crate::error::{Error, Result};
 /// use mooncake_relay::{EmbeddedEngine, Staging};
 /// let staging = Staging { chunk: 2 << 20, ..Staging::default() };
 /// let engine = EmbeddedEngine::builder("127.0.0.1:0").staging(staging).bind()?;
+/// # drop(engine);
 /// # Ok::<(), mooncake_relay::Error>(())
 /// ```
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
