@@ -8,6 +8,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::{self, Command},
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use libloading::os::unix::{Library, RTLD_LOCAL, RTLD_NOW};
@@ -24,7 +25,9 @@ impl Built {
 
     /// From a file of C.
     pub(crate) fn of(source: &Path, name: &str) -> Self {
-        let folder = env::temp_dir().join(format!("mooncake-relay-{name}-{}", process::id()));
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        let own = format!("{}-{}", process::id(), NEXT.fetch_add(1, Ordering::Relaxed));
+        let folder = env::temp_dir().join(format!("mooncake-relay-{name}-{own}"));
         fs::create_dir_all(&folder).unwrap();
         let built = Self(folder);
         let status = Command::new("cc")
