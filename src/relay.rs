@@ -1,21 +1,24 @@
 //! The relay: it wires the parts, and is the one door to them.
 
+mod pools;
+
 use std::{
     fmt,
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use self::pools::pools;
 use crate::{
     affinity,
-    config::{Checked, Config},
+    config::Config,
     core::{Core, Parts, Times},
     engine::{Engine, Stamp},
     error::{Error, Result},
     gets::What,
     health::{Closed, Health},
     ids::Ids,
-    memory::{Copier, Host, HugePages, Memory, Purpose, check_huge, check_lock, lock},
+    memory::{Copier, Host, HugePages, Memory, Purpose, check_lock, lock},
     metadata::{Metadata, Put},
     notifier,
     pool::{Pool, Slot, Stamps},
@@ -566,28 +569,6 @@ impl<M: Memory> Relay<M> {
 impl<M: Memory> Drop for Relay<M> {
     fn drop(&mut self) {
         self.close(DROP_LIMIT);
-    }
-}
-
-/// The slots for puts and those for gets: in huge pages all of them, or none.
-fn pools<M: Memory>(memory: &M::Options, config: &Checked) -> Result<[Arc<Pool<M>>; 2]> {
-    let Checked { credits, receive_credits, slot_size, .. } = *config;
-    let make = |huge| {
-        let slots = Pool::new(memory, credits, slot_size, Purpose::Published, huge)?;
-        Ok([slots, Pool::new(memory, receive_credits, slot_size, Purpose::Receive, huge)?])
-    };
-    let sizes = [credits, receive_credits].map(|count| count as usize * slot_size);
-    match config.huge_pages {
-        HugePages::Off => make(false),
-        HugePages::Prefer if !M::HOST => make(false),
-        HugePages::Require if !M::HOST => {
-            Err(Error::config("huge_pages", "a device's pages are its driver's: leave it off"))
-        }
-        HugePages::Require => check_huge(&sizes).and_then(|()| make(true)),
-        HugePages::Prefer => check_huge(&sizes).and_then(|()| make(true)).or_else(|error| {
-            tracing::warn!(%error, "the slots are made of pages of 4 KiB");
-            make(false)
-        }),
     }
 }
 
