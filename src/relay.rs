@@ -18,7 +18,7 @@ use crate::{
     gets::What,
     health::{Closed, Health},
     ids::Ids,
-    memory::{Copier, Host, HugePages, Memory, Purpose, check_lock, lock},
+    memory::{Copier, Host, Memory, Purpose, check_lock, lock},
     metadata::{Metadata, Put},
     notifier,
     pool::{Pool, Slot, Stamps},
