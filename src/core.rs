@@ -20,7 +20,7 @@ use crate::{
     process,
     puts::Puts,
     sender::Entry,
-    sync::atomic::{AtomicU8, AtomicU32, AtomicU64, Ordering, fence},
+    sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence},
     token::Tokens,
     wait::{Idle, WaitStrategy},
 };
@@ -46,6 +46,8 @@ pub(crate) struct Core<M: Memory> {
     /// How many looks at the engine have failed in a row, and why the last did.
     pub(crate) failing_polls: AtomicU32,
     pub(crate) poll_failure: Mutex<Option<String>>,
+    /// The engine has panicked when it was asked about a slot: it is not asked again.
+    pub(crate) knows_no_slots: AtomicBool,
     pub(crate) times: Times,
     /// Held by the one thread that polls the engine.
     pub(crate) driving: Mutex<()>,
@@ -116,6 +118,7 @@ impl<M: Memory> Core<M> {
             counters: Counting::default(),
             looks: AtomicU64::new(0),
             failing_polls: AtomicU32::new(0),
+            knows_no_slots: AtomicBool::new(false),
             poll_failure: Mutex::default(),
             times: parts.times,
             driving: Mutex::default(),

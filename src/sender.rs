@@ -143,8 +143,7 @@ impl<M: Memory> Core<M> {
     /// Asks again after each quarantined slot, and lets go of those that are quiet; how many.
     pub(crate) fn visit_quarantine(&self, now: Instant) -> usize {
         let mut let_go = 0;
-        // Of a relay that has failed nobody gets a slot, and its engine may panic if it is asked.
-        if self.puts.quarantined() == 0 || self.state() == State::Failed {
+        if self.puts.quarantined() == 0 || self.knows_no_slots.load(Ordering::Relaxed) {
             return let_go;
         }
         for seen in self.puts.each().filter(|seen| seen.quarantined) {
@@ -267,7 +266,11 @@ impl<M: Memory> Core<M> {
     /// What the engine says of a slot. One that panics fails the relay; whether somebody reads the slot
     /// is not known then, and nobody gets it before the relay is closed.
     fn ask(&self, engine: impl FnOnce() -> Retracted) -> Retracted {
+        if self.knows_no_slots.load(Ordering::Relaxed) {
+            return Retracted::Reading;
+        }
         catch_unwind(AssertUnwindSafe(engine)).unwrap_or_else(|_| {
+            self.knows_no_slots.store(true, Ordering::Relaxed);
             self.fail("the engine panicked when it was asked about a slot");
             Retracted::Reading
         })

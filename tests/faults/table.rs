@@ -133,7 +133,7 @@ fn others(folder: &Path, rows: &mut Vec<Row>) {
         } else if path.extension().is_some_and(|kind| kind == "rs") {
             let text = fs::read_to_string(&path).unwrap();
             let place = format!("`{}`", path.strip_prefix(root()).unwrap().display());
-            for start in ["fn ", "Trial::test(\""] {
+            for start in ["fn ", "(\""] {
                 let names = text.split(start).skip(1).map(|rest| {
                     rest.split(|c: char| c != '_' && !c.is_ascii_alphanumeric()).next().unwrap()
                 });
