@@ -235,15 +235,26 @@ impl Soak {
             *ends.entry(kind).or_default() += count.as_u64().unwrap_or(0);
         }
         println!("ends: {ends:?}");
-        for (name, life) in lives.iter().filter(|(_, life)| !life["counters"].is_null()) {
+        for (place, kind) in KINDS.iter().enumerate() {
+            // Lives long enough to say something: each began without a connection.
+            let start = format!("w{place}-");
+            let of_place = |name: &str| name.starts_with(&start);
+            let lives = lives.iter().filter(|(name, _)| of_place(name)).map(|(_, life)| life);
+            let enough =
+                lives.filter(|life| life["timed"].as_u64().is_some_and(|timed| timed >= 100));
+            let (mut p50, mut p999): (Vec<_>, Vec<_>) =
+                enough.map(|life| (life["p50_us"].as_u64(), life["p999_us"].as_u64())).unzip();
+            p50.sort_unstable();
+            p999.sort_unstable();
+            let middle =
+                |all: &[Option<u64>]| all.get(all.len() / 2).copied().flatten().unwrap_or(0);
             println!(
-                "{name}: {} gets timed, p50 {} µs, p99.9 {} µs, max {} µs; reads_local {}, reads_tcp {}",
-                life["timed"],
-                life["p50_us"],
-                life["p999_us"],
-                life["max_us"],
-                life["counters"]["reads_local"],
-                life["counters"]["reads_tcp"],
+                "{kind}: gets of {} lives of 100 and more: the median p50 is {} µs, the median p99.9 {} µs, \
+                 the worst p99.9 {} µs",
+                p50.len(),
+                middle(&p50),
+                middle(&p999),
+                p999.last().copied().flatten().unwrap_or(0),
             );
         }
     }
