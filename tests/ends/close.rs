@@ -112,6 +112,9 @@ fn m2_a_close_ends_whatever_is_under_way_and_leaves_nothing() {
 
 /// From here on the system gives this process no more threads. False: it still does.
 fn no_more_threads() -> bool {
+    // A thread that has just begun still has this one's name, and wants memory to begin with.
+    let name = fs::read_to_string("/proc/thread-self/comm").unwrap();
+    eventually(1, || threads_named(name.trim_end()));
     let statm = fs::read_to_string("/proc/self/statm").unwrap();
     let pages: u64 = statm.split(' ').next().unwrap().parse().unwrap();
     let mut limit = getrlimit(Resource::As);
@@ -128,7 +131,8 @@ fn m2_a_close_keeps_its_time_where_no_thread_is_to_be_had() {
     let hung = engine.hang(Call::Unregister, ..);
     let closing = Arc::new(AtomicBool::new(true));
     let (watched, begun) = (Arc::clone(&closing), Instant::now());
-    let watchdog = thread::spawn(move || {
+    let watchdog = thread::Builder::new().name("watchdog".to_owned());
+    let watch = move || {
         while watched.load(Ordering::SeqCst) {
             if begun.elapsed() > WATCHDOG {
                 eprintln!("it waits for the engine");
@@ -136,7 +140,8 @@ fn m2_a_close_keeps_its_time_where_no_thread_is_to_be_had() {
             }
             thread::sleep(Duration::from_millis(5)); // between two looks
         }
-    });
+    };
+    let watchdog = watchdog.spawn(watch).unwrap();
     assert!(no_more_threads());
     let closed = relay.close(Duration::from_millis(300));
     closing.store(false, Ordering::SeqCst);
