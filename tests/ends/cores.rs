@@ -226,6 +226,8 @@ fn j8_no_call_changes_where_the_application_runs() {
         })
         .unwrap();
     eventually(1, || places("app-pinned").values().filter(|it| **it == core.to_string()).count());
+    // The other may not have begun yet, and has its name only then.
+    eventually(2, || places("app-").len());
     let own = || (sched_getaffinity(None).unwrap(), sched_getaffinity(Some(getpid())).unwrap());
     let (mine, apps) = (own(), places("app-"));
     let unchanged = |call: &str| {
