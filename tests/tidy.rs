@@ -4,6 +4,7 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 /// The layers, lowest first: a file may use its own layer and the ones below it.
@@ -41,6 +42,14 @@ const ROOMS: &[&str] = &[
 ];
 
 const MOST_LINES: usize = 600;
+
+#[test]
+fn every_deliberate_fault_can_be_made_and_its_test_is_there() {
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/mutants.sh");
+    let run = Command::new("sh").arg(script).arg("check").output().unwrap();
+    let said = String::from_utf8_lossy(&run.stdout);
+    assert!(run.status.success(), "the source has changed under `tests/mutants.sh`:\n{said}");
+}
 
 #[test]
 fn no_layer_uses_a_higher_one() {
