@@ -4,6 +4,7 @@
 
 pub(crate) mod broken;
 pub(crate) mod bytes;
+pub(crate) mod ended;
 pub(crate) mod faults;
 pub(crate) mod gate;
 pub(crate) mod hooked;

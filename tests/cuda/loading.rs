@@ -79,7 +79,7 @@ fn a_driver_that_lacks_a_function_is_an_error_that_names_it(_: &Rig) {
     fs::remove_file(&source).unwrap();
     let mut command = Command::new(env::current_exe().unwrap());
     command.env(FOUND, "1").env("LD_LIBRARY_PATH", built.path());
-    crate::ends_well(command, SOON).unwrap();
+    crate::ends_well("a part of it", command, SOON).unwrap();
 }
 
 /// Whatever its sender says of devices.

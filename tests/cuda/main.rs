@@ -20,20 +20,19 @@ mod ways;
 
 use std::{
     env,
-    io::Read,
-    os::unix::process::CommandExt,
     path::Path,
-    process::{Command, ExitCode, Stdio},
+    process::{Command, ExitCode},
     sync::Arc,
-    thread,
     time::Duration,
 };
 
 use libtest_mimic::{Arguments, Failed, Trial};
-use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::{
-    common::eventually,
+    common::{
+        ended::{Ended, exited},
+        eventually,
+    },
     standin::{Built, Standin},
 };
 
@@ -143,47 +142,10 @@ fn watch(case: &Case, driver: Option<&Path>) -> Result<(), Failed> {
         Some(folder) => command.env("LD_LIBRARY_PATH", folder),
         None => &mut command,
     };
-    ends_well(command, LIMIT)
+    ends_well(case.name, command, LIMIT)
 }
 
 /// Fails unless the process ends well in time, and no thread of it panicked.
-pub(crate) fn ends_well(mut command: Command, limit: Duration) -> Result<(), Failed> {
-    let mut child = command
-        .stdin(Stdio::null())
-        .stdout(Stdio::piped())
-        .stderr(Stdio::piped())
-        .process_group(0)
-        .spawn()?;
-    let group = Pid::from_child(&child);
-    let (out, err) = (drain(child.stdout.take()), drain(child.stderr.take()));
-    let (tx, rx) = std::sync::mpsc::channel();
-    let waits = thread::spawn(move || {
-        let status = child.wait();
-        let _ = tx.send(());
-        status
-    });
-    let late = rx.recv_timeout(limit).is_err();
-    let _ = kill_process_group(group, Signal::KILL);
-    let status = waits.join().expect("waiting does not panic")?;
-    let (out, err) = (out.join().expect("a reader"), err.join().expect("a reader"));
-    let wrong = if late {
-        format!("still running after {limit:?}")
-    } else if !status.success() {
-        format!("ended with {status}")
-    } else if err.contains("panicked at") {
-        "passed, but something panicked".to_owned()
-    } else {
-        return Ok(());
-    };
-    Err(format!("{wrong}\n--- stdout\n{out}\n--- stderr\n{err}").into())
-}
-
-fn drain(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<String> {
-    thread::spawn(move || {
-        let mut bytes = Vec::new();
-        if let Some(mut pipe) = pipe {
-            let _ = pipe.read_to_end(&mut bytes);
-        }
-        String::from_utf8_lossy(&bytes).into_owned()
-    })
+pub(crate) fn ends_well(name: &str, mut command: Command, limit: Duration) -> Result<(), Failed> {
+    Ended::of(name, &mut command, limit)?.is_well(exited(0))
 }

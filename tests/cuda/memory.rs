@@ -206,7 +206,7 @@ fn memory_of_another_process_is_copied_from(_: &Rig) {
     command
         .env("MOONCAKE_RELAY_TEST_CUDA_CASE", "another_process_has_memory_to_be_copied_from")
         .env(HANDLE, format!("{text}:{}", slot.span().addr() - slots.addr()));
-    crate::ends_well(command, SOON).unwrap();
+    crate::ends_well("a part of it", command, SOON).unwrap();
     drop(slot);
 }
 

@@ -13,9 +13,9 @@ use libtest_mimic::{Failed, Trial};
 use mooncake_relay::{Error, Relay, Result, Slot, Tensor, Token};
 
 use crate::{
-    ENGINES, Ended, WATCHDOG,
+    ENGINES, WATCHDOG,
     common::{hooked::Hooked, moved_to},
-    exited, in_process, local, put, small, times, works,
+    exited, in_process, local, put, run, small, times, works,
 };
 
 /// One way to end: its name, how it goes, and with which code.
@@ -48,7 +48,7 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
 
 fn ends(name: &str, code: i32) -> Result<(), Failed> {
     for _ in 0..rounds() {
-        let ended = Ended::of(name, WATCHDOG)?;
+        let ended = run(name, WATCHDOG)?;
         match code {
             101 => ended.is_as(exited(code))?,
             _ => ended.is_well(exited(code))?,

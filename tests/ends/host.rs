@@ -73,7 +73,7 @@ fn ends(way: &str, code: i32) -> Result<(), Failed> {
     let Some((program, library)) = host() else { return Ok(()) };
     for _ in 0..times("MOONCAKE_RELAY_TEST_EXITS", 10) {
         let mut command = Command::new(program);
-        Ended::after(command.arg(library).arg(way), WATCHDOG)?.is_well(exited(code))?;
+        Ended::of(way, command.arg(library).arg(way), WATCHDOG)?.is_well(exited(code))?;
     }
     Ok(())
 }

@@ -19,24 +19,20 @@ mod settings;
 
 use std::{
     env,
-    io::{self, Read, Write},
-    os::unix::process::{CommandExt, ExitStatusExt},
-    process::{Command, ExitCode, ExitStatus, Stdio},
+    process::{Command, ExitCode},
     sync::{
         Arc,
         atomic::{AtomicU32, Ordering},
     },
-    thread,
-    time::{Duration, Instant},
+    time::Duration,
 };
 
 use libtest_mimic::{Arguments, Failed, Trial};
 use mooncake_relay::{
     Config, EmbeddedEngine, Engine, InProcessEngine, Metadata, Relay, Slot, Tensor, Token,
 };
-use rustix::process::{Pid, Signal, kill_process_group};
 
-use crate::common::{SKIPPED, peer::found_engine};
+use crate::common::ended::{Ended, exited};
 
 const CASE: &str = "MOONCAKE_RELAY_TEST_CASE";
 /// Far longer than anything here takes.
@@ -78,7 +74,7 @@ fn main() -> ExitCode {
     }
     let alone = |(name, _, seconds): &Case| {
         let (name, limit) = (*name, Duration::from_secs(*seconds));
-        Trial::test(name, move || Ended::of(name, limit)?.is_well(ExitStatus::default()))
+        Trial::test(name, move || run(name, limit)?.is_well(exited(0)))
     };
     let mut trials: Vec<_> = CASES.iter().flat_map(|cases| *cases).map(alone).collect();
     trials.extend(exits::trials());
@@ -100,86 +96,10 @@ fn part(name: &str) -> ExitCode {
     ExitCode::SUCCESS
 }
 
-/// How a process of ours has ended.
-struct Ended {
-    status: ExitStatus,
-    out: String,
-    err: String,
-}
-
-impl Ended {
-    /// Runs this program as the part of that name.
-    fn of(name: &str, limit: Duration) -> io::Result<Self> {
-        Self::after(Command::new(env::current_exe()?).env(CASE, name), limit)
-    }
-
-    /// Runs a command to its end; whatever still runs of it after `limit` is killed.
-    fn after(command: &mut Command, limit: Duration) -> io::Result<Self> {
-        let mut child = command
-            .envs(found_engine())
-            .stdin(Stdio::null())
-            .stdout(Stdio::piped())
-            .stderr(Stdio::piped())
-            .process_group(0)
-            .spawn()?;
-        let group = Pid::from_child(&child);
-        let (out, err) = (drain(child.stdout.take()), drain(child.stderr.take()));
-        let deadline = Instant::now() + limit;
-        let status = loop {
-            match child.try_wait()? {
-                Some(status) => break status,
-                None if Instant::now() >= deadline => {
-                    let _ = kill_process_group(group, Signal::KILL);
-                    child.wait()?;
-                    let text = err.join().expect("a reader");
-                    let reason = format!("still running after {limit:?}\n{text}");
-                    return Err(io::Error::new(io::ErrorKind::TimedOut, reason));
-                }
-                None => thread::sleep(Duration::from_millis(2)), // between two looks
-            }
-        };
-        // Whoever is left of its children has no business any more.
-        let _ = kill_process_group(group, Signal::KILL);
-        let [out, err] = [out, err].map(|reader| reader.join().expect("a reader"));
-        for line in err.lines().filter(|line| line.starts_with(SKIPPED)) {
-            // A test that was skipped says so, past whoever captures the output.
-            let _ = writeln!(io::stderr(), "{line}");
-        }
-        Ok(Self { status, out, err })
-    }
-
-    /// As expected, and nothing has panicked.
-    fn is_well(&self, expected: ExitStatus) -> Result<(), Failed> {
-        self.is_as(expected)?;
-        if self.err.contains("panicked at") { Err(self.told("something panicked")) } else { Ok(()) }
-    }
-
-    fn is_as(&self, expected: ExitStatus) -> Result<(), Failed> {
-        if self.status == expected {
-            return Ok(());
-        }
-        Err(self.told(&format!("ended with {}, not {expected}", self.status)))
-    }
-
-    fn told(&self, wrong: &str) -> Failed {
-        format!("{wrong}\n--- stdout\n{}\n--- stderr\n{}", self.out, self.err).into()
-    }
-}
-
-/// How a process ends that exits with `code`.
-fn exited(code: i32) -> ExitStatus {
-    ExitStatus::from_raw(code << 8)
-}
-
-/// Reads to the end, aside.
-fn drain(pipe: Option<impl Read + Send + 'static>) -> thread::JoinHandle<String> {
-    thread::spawn(move || {
-        let mut bytes = Vec::new();
-        if let Some(mut pipe) = pipe {
-            let _ = pipe.read_to_end(&mut bytes);
-        }
-        String::from_utf8_lossy(&bytes).into_owned()
-    })
+/// Runs this program as the part of that name.
+fn run(name: &str, limit: Duration) -> Result<Ended, Failed> {
+    let mut command = Command::new(env::current_exe()?);
+    Ended::of(name, command.env(CASE, name), limit)
 }
 
 /// How often a thing is done: `usual`, unless that variable asks for more.

@@ -52,7 +52,7 @@ fn m8_a_bad_value_of_any_variable_is_an_error_and_never_an_exit() {
     for value in VALUES {
         let mut command = Command::new(env::current_exe().unwrap());
         command.env(crate::CASE, PART).env(ASKED, value);
-        let ended = Ended::after(&mut command, WATCHDOG).unwrap();
+        let ended = Ended::of(PART, &mut command, WATCHDOG).unwrap();
         if let Err(failed) = ended.is_well(crate::exited(0)) {
             panic!("{value:?}: {}", failed.message().unwrap_or_default());
         }
