@@ -75,6 +75,9 @@ impl Shutdown {
         if let Some(closed) = *done {
             return closed;
         }
+        let spans = mem::take(&mut *self.spans.lock());
+        // While the relay's threads are there: one of them may have to do it.
+        let farewell = Farewell::prepare(core, &self.threads, spans, until);
         core.advance(State::Closed);
         core.gets.close();
         let quarantined = core.puts.quarantined();
@@ -83,8 +86,7 @@ impl Shutdown {
         core.end_quarantined();
         core.slots.credits().wake_waiting();
         core.bell().wake_all();
-        let spans = mem::take(&mut *self.spans.lock());
-        let spans_kept = let_go(core, &self.threads, spans, until);
+        let spans_kept = farewell.say(until);
         let threads = self.threads.join(until);
         // After the threads: one may have been about to put a slot there.
         core.empty_quarantine();
@@ -101,50 +103,73 @@ impl Shutdown {
     }
 }
 
-/// Has the engine end what still reads, here and at the peers, and let go of `spans`; how many it
-/// has not by `until`.
+/// How the engine ends what still reads, here and at the peers, and lets go of the memory.
 ///
 /// An engine may wait for readers, so this happens on a thread of its own. If its time passes it goes
 /// on by itself: it keeps the core, hence the pages, until the engine has let go.
-fn let_go<M: Memory>(
-    core: &Arc<Core<M>>,
-    threads: &Threads,
-    spans: Vec<Span>,
-    until: Instant,
-) -> usize {
-    let all = spans.len();
-    let job = || {
-        let (tx, rx) = unbounded();
-        let (core, spans) = (Arc::clone(core), spans.clone());
-        (move || rid_of(core, &spans, until, tx), rx)
-    };
-    let (body, rx) = job();
-    let named = thread::Builder::new().name("relay-closer".to_owned());
-    // It panics where a thread's own locals are gone already.
-    let closer = catch_unwind(AssertUnwindSafe(|| named.spawn(body)));
-    let (closer, rx) = match closer {
-        Ok(Ok(closer)) => (Some(closer), rx),
-        // The system has no thread to give: the first of ours that ends does it.
-        _ => {
-            let (body, rx) = job();
-            if let Err(body) = threads.give_last(Box::new(body)) {
-                // There is none: the engine is asked here, for as long as it takes.
-                body();
-            }
-            (None, rx)
+struct Farewell {
+    all: usize,
+    /// Whoever does it waits for this.
+    go: Sender<()>,
+    /// A message for each span that is free.
+    freed: Receiver<()>,
+    closer: Option<JoinHandle<()>>,
+    /// Nobody else does it.
+    here: Option<Job>,
+}
+
+impl Farewell {
+    fn prepare<M: Memory>(
+        core: &Arc<Core<M>>,
+        threads: &Threads,
+        spans: Vec<Span>,
+        until: Instant,
+    ) -> Self {
+        let all = spans.len();
+        let (go, may_go) = unbounded();
+        let job = || {
+            let (tx, freed) = unbounded();
+            let (core, spans, may_go) = (Arc::clone(core), spans.clone(), may_go.clone());
+            let body = move || {
+                if may_go.recv().is_ok() {
+                    rid_of(core, &spans, until, tx);
+                }
+            };
+            (body, freed)
+        };
+        let (body, freed) = job();
+        let named = thread::Builder::new().name("relay-closer".to_owned());
+        // It panics where a thread's own locals are gone already.
+        if let Ok(Ok(closer)) = catch_unwind(AssertUnwindSafe(|| named.spawn(body))) {
+            return Self { all, go, freed, closer: Some(closer), here: None };
         }
-    };
-    let (freed, ended) = count_until(&rx, until);
-    if ended {
-        // A panic was caught and told before.
-        let _ = closer.map(JoinHandle::join);
-    } else {
-        tracing::error!(
-            spans = all - freed,
-            "the engine has not let go of a closed relay's memory in time; it stays mapped until then"
-        );
+        // The system has no thread to give: the first of ours that ends does it. Where there is none,
+        // the engine is asked by whoever closes, for as long as it takes.
+        let (body, freed) = job();
+        let here = threads.give_last(Box::new(body)).err();
+        Self { all, go, freed, closer: None, here }
     }
-    all - freed
+
+    /// Has it happen; how many spans the engine has not let go of by `until`.
+    fn say(self, until: Instant) -> usize {
+        let Self { all, go, freed, closer, here } = self;
+        let waiting = go.send(());
+        debug_assert!(waiting.is_ok(), "whoever does it waits");
+        if let Some(job) = here {
+            job();
+        }
+        let (count, ended) = count_until(&freed, until);
+        if ended {
+            // A panic was caught and told before.
+            let _ = closer.map(JoinHandle::join);
+        } else {
+            tracing::error!(
+                spans = all - count,
+                "the engine has not let go of a closed relay's memory in time; it stays mapped until then"
+            );
+        }
+        all - count
+    }
 }
 
 /// Has the engine let go of `spans` and stop; sends a message for each span that is free.
