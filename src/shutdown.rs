@@ -34,6 +34,7 @@ pub(crate) struct Shutdown {
 }
 
 /// The threads of one relay.
+#[derive(Default)]
 pub(crate) struct Threads {
     handles: Mutex<Vec<JoinHandle<()>>>,
     state: Mutex<Count>,
@@ -260,12 +261,6 @@ impl Threads {
             let _ = handle.join();
         }
         0
-    }
-}
-
-impl Default for Threads {
-    fn default() -> Self {
-        Self { handles: Mutex::default(), state: Mutex::default(), ended: Condvar::new() }
     }
 }
 

@@ -134,21 +134,23 @@ impl Core<Host> {
         let Some(viewed) = self.engine.view(&what.remote, what.deadline) else {
             return Err(Error::config("metadata", NOT_HERE));
         };
-        self.counters.gets.count();
         self.learn(&what, viewed.as_ref().err());
-        let viewed = viewed.inspect_err(|error| self.count_failure(&what, error))?;
+        let viewed = viewed.inspect_err(|error| {
+            self.counters.gets.count();
+            self.count_failure(&what, error);
+        })?;
         let now = Instant::now();
         what.deadline = deadline_after(now, limit);
         let job = Job { what: what.clone(), since: now, request: None, completer: None };
         let handle = self.gets.enter(job, viewed.span())?;
+        self.counters.gets.count();
         self.wake_notifier_by(self.ticks(what.deadline));
         Ok(View { core: Arc::clone(self), viewed, handle, what, tensor })
     }
 
     fn end_view(&self, handle: Handle, what: &What, held: bool) {
-        let wanted = self.gets.is_wanted(handle);
-        self.gets.finish(handle);
-        if !wanted {
+        let finished = self.gets.finish(handle);
+        if !finished.is_some_and(|(_, wanted)| wanted) {
             // Whoever ended it has counted it and told the sender.
             return;
         }

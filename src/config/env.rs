@@ -16,7 +16,7 @@ impl Config {
     /// whole milliseconds and say so: `MOONCAKE_RELAY_LEASE_MS`. `MOONCAKE_RELAY_TRANSFER_CORES`
     /// has commas between the cores. Any other variable that begins with `MOONCAKE_RELAY_` gets a
     /// warning in the log, except those that choose the engine: `_ENGINE`, `_LISTEN`, `_ADVERTISE`,
-    /// `_LOCAL`, `_PROTOCOL`, `_METADATA_SERVER` and `_DEVICE_NAME`.
+    /// `_LOCAL`, `_STAGING`, `_PROTOCOL`, `_METADATA_SERVER` and `_DEVICE_NAME`.
     /// [`guide::settings`](crate::guide::settings) lists them all, by name.
     ///
     /// ```
@@ -91,7 +91,7 @@ impl Config {
             "LOCK_MEMORY" => self.lock_memory = variable.parse("lock_memory", "true or false")?,
             "HUGE_PAGES" => self.huge_pages = variable.parse("huge_pages", HUGE_PAGES)?,
             // For whoever opens the engine.
-            "ENGINE" | "LISTEN" | "ADVERTISE" | "LOCAL" => {}
+            "ENGINE" | "LISTEN" | "ADVERTISE" | "LOCAL" | "STAGING" => {}
             "PROTOCOL" | "METADATA_SERVER" | "DEVICE_NAME" => {}
             _ => tracing::warn!(variable = variable.name, "ignored: no setting has this name"),
         }

@@ -55,8 +55,9 @@ impl Default for EngineOptions {
 impl EngineOptions {
     /// The default, with `MOONCAKE_RELAY_LISTEN`, `_ADVERTISE`, `_PROTOCOL`, `_METADATA_SERVER` and
     /// `_DEVICE_NAME` where they are set, without shared memory where `_LOCAL` is `false`, and with
-    /// staging where `_STAGING` is `true`. Whether they can be used is found when the engine is
-    /// opened; see [`open_engine`] for an example.
+    /// staging where `_STAGING` is `true`. Whether the first five can be used is found when the engine
+    /// is opened; those two are left as they are, with a warning, where they are neither `true` nor
+    /// `false`. See [`open_engine`] for an example.
     pub fn from_env() -> Self {
         let mut options = Self::default();
         for (name, field) in [
@@ -70,8 +71,18 @@ impl EngineOptions {
             }
         }
         options.advertise = env::var("MOONCAKE_RELAY_ADVERTISE").ok();
-        options.local = env::var("MOONCAKE_RELAY_LOCAL").map_or(true, |local| local != "false");
-        options.staging = env::var("MOONCAKE_RELAY_STAGING").is_ok_and(|staging| staging == "true");
+        for (name, field) in [
+            ("MOONCAKE_RELAY_LOCAL", &mut options.local),
+            ("MOONCAKE_RELAY_STAGING", &mut options.staging),
+        ] {
+            let Some(value) = env::var_os(name) else { continue };
+            match value.to_str().map(str::parse) {
+                Some(Ok(value)) => *field = value,
+                _ => {
+                    tracing::warn!(variable = name, ?value, "ignored: it is neither true nor false")
+                }
+            }
+        }
         options
     }
 }

@@ -31,6 +31,7 @@ const VARIABLES: [&str; 27] = [
     "LISTEN",
     "ADVERTISE",
     "LOCAL",
+    "STAGING",
     "PROTOCOL",
     "METADATA_SERVER",
     "DEVICE_NAME",

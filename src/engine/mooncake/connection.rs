@@ -245,11 +245,10 @@ impl MooncakeConnection {
         notes
     }
 
-    /// How many batches were given up by who waited for them, and are still under way.
+    /// How many transfers may still touch memory that is registered here, from before they begin
+    /// until they have ended, whether or not anybody waits for them.
     pub fn in_flight(&self) -> usize {
-        let counters = &self.shared.counters;
-        let freed = counters.freed.load(Ordering::Acquire);
-        counters.batches.load(Ordering::Acquire).saturating_sub(freed) as usize
+        self.shared.spans.busy()
     }
 
     /// Ends what waits, refuses what comes, and deregisters everything. The engine itself ends when

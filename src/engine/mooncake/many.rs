@@ -49,20 +49,23 @@ fn read_from_one(
 ) {
     let Some((_, (first, _))) = reads.first() else { return };
     let instance = first.identity.map(|identity| identity.instance);
-    let opened = shared.peers.find(&first.peer, shared.p2p).and_then(|peer| {
+    let mut opened = shared.peers.find(&first.peer, shared.p2p).and_then(|peer| {
         let segment = peer.segment(shared, instance, until)?;
         Ok((peer, segment))
     });
     let (mut places, mut tasks) = (Vec::new(), Vec::new());
     for (place, (remote, local)) in reads {
-        let lease = match &opened {
+        let lease = match &mut opened {
             Ok(_) if remote.len == 0 => {
                 outcomes[place] = Some(Ok(Filled { buffer: local, verified: false }));
                 continue;
             }
-            Ok((peer, _)) => peer
+            Ok((peer, segment)) => peer
                 .segment_with(shared, instance, (remote.ptr, remote.len), until)
-                .and_then(|_| shared.spans.lease(local.span())),
+                .and_then(|now| {
+                    *segment = now; // it may have been asked anew
+                    shared.spans.lease(local.span())
+                }),
             Err(error) => Err(Until::again(error)),
         };
         match lease {

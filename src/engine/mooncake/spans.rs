@@ -120,6 +120,13 @@ impl Spans {
         Ok(Lease(Arc::clone(known)))
     }
 
+    /// How many transfers have claimed any of it.
+    pub(super) fn busy(&self) -> usize {
+        // Acquire: pairs with the end of a lease.
+        let busy = |known: &Arc<Registered>| known.busy.load(Ordering::Acquire);
+        self.registered.read().iter().map(busy).sum()
+    }
+
     /// Where each span is that begins at `addr`.
     pub(super) fn at(&self, addr: u64) -> Option<Span> {
         self.registered.read().iter().map(|known| known.span).find(|span| span.addr() == addr)

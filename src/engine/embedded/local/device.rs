@@ -49,7 +49,10 @@ pub(super) fn read(
     Ok(match source.bytes() {
         Bytes::Pages(pages) => staged(source, pages, &hold, *landing, deadline),
         Bytes::Device(memory) => straight(source, memory, hold, *landing, deadline),
-        Bytes::Beyond => landing.end(Err(source.failed()), (), deadline),
+        Bytes::Beyond => {
+            source.unpin(&hold);
+            landing.end(Err(source.failed()), (), deadline)
+        }
     })
 }
 
@@ -97,8 +100,12 @@ fn straight(
     mut landing: Landing,
     deadline: Instant,
 ) -> Result<Filled, ReadError> {
+    let Some(mapped) = memory.span() else {
+        source.unpin(&hold);
+        return landing.end(Err(source.failed()), (), deadline);
+    };
     let len = landing.span().len;
-    if let Some(mapped) = memory.span().filter(|_| len > 0) {
+    if len > 0 {
         // Inside what is mapped, as `find` has made sure of.
         let ptr = mapped.ptr.map_addr(|addr| addr.saturating_add(hold.offset));
         // SAFETY: the source has it mapped and is kept, by `Held` where the copy outlasts this call.
