@@ -18,7 +18,7 @@
 //!
 //! Begin with [`Relay`], which has a whole transfer as its example; the [`guide`] has the rest: a
 //! slot's life, threads and order, settings and environment variables, deployment, troubleshooting.
-#![deny(unsafe_code)] // the rooms that need it are marked below
+#![deny(unsafe_code)] // the rooms that need it are marked, here or in their own files
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![doc(test(attr(deny(warnings))))]
 // Under loom only the lock-free parts are compiled, and not all of what they offer is used.
@@ -43,7 +43,7 @@ mod wait;
 mod words;
 // layer 1: memory
 #[cfg(not(loom))]
-#[allow(unsafe_code)] // owns the bytes: mmap
+#[allow(unsafe_code)] // owns the bytes: mmap, and the device's driver
 mod memory;
 // layer 2: engines
 #[cfg(not(loom))]

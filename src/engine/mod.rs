@@ -1,5 +1,4 @@
 //! Engines: how bytes travel.
-#![allow(unsafe_code)] // declares `unsafe fn register`; calls nothing unsafe
 
 mod buffer;
 #[cfg(feature = "embedded")]
@@ -194,6 +193,7 @@ pub trait Engine: Send + Sync + 'static {
     /// [`Access::Published`] one, nobody writes the bytes of a [`Publication`] from
     /// [`publish`](Self::publish) on until a [`retract`](Self::retract) or [`cut`](Self::cut) of it
     /// has said [`Retracted::Quiet`].
+    #[allow(unsafe_code)] // a promise to the engine
     unsafe fn register(&self, span: Span, access: Access) -> Result<()>;
 
     /// Forgets `span`, once the reads of it that are under way have ended or were ended.
@@ -354,6 +354,7 @@ pub trait Engine: Send + Sync + 'static {
 ///
 /// The span is mapped to read for as long as the value lives, and while it
 /// [`holds`](Self::holds) its bytes are those of the put that was asked for.
+#[allow(unsafe_code)] // the engine promises
 pub unsafe trait Viewed: fmt::Debug + Send + Sync {
     /// Where the bytes are. The same for the value's whole life.
     fn span(&self) -> Span;
@@ -412,6 +413,7 @@ impl Publication {
     /// stamp's is eight aligned bytes that only atomics touch. From [`Engine::publish`] on, nobody
     /// writes the bytes of `span` until the engine has said [`Retracted::Quiet`] of it, or was
     /// rid of the memory by [`Engine::unregister`].
+    #[allow(unsafe_code)] // a promise to the engine
     pub unsafe fn new(
         slot: u32,
         span: Span,

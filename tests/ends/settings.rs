@@ -11,7 +11,7 @@ cases! {
     m9_an_engine_whose_library_is_missing_or_broken_is_an_error_that_says_what_was_tried,
 }
 
-const VARIABLES: [&str; 27] = [
+const VARIABLES: [&str; 28] = [
     "ENGINE_ID",
     "CREDITS",
     "RECEIVE_CREDITS",

@@ -1,5 +1,4 @@
 //! The embedded engine: pure Rust, TCP that speaks Mooncake's own protocol.
-#![allow(unsafe_code)] // implements `unsafe fn register`; calls nothing unsafe
 
 mod address;
 mod builder;
@@ -258,6 +257,7 @@ impl Engine for EmbeddedEngine {
         })
     }
 
+    #[allow(unsafe_code)] // calls nothing unsafe
     unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
         process::check()?;
         if span.len == 0 {

@@ -2,7 +2,6 @@
 //!
 //! It cannot cancel and knows no identities: what nobody waits for any more is parked until it is
 //! quiet, no read is verified, and nothing is known of who reads from us.
-#![allow(unsafe_code)] // implements `unsafe fn register`
 
 mod aside;
 mod config;
@@ -206,6 +205,7 @@ impl Engine for MooncakeEngine {
         *is_started = false;
     }
 
+    #[allow(unsafe_code)] // passes its caller's promise on
     unsafe fn register(&self, span: Span, access: Access) -> Result<()> {
         let shared = &self.connection.shared;
         // SAFETY: by this function's contract.

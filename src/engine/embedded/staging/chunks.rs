@@ -1,4 +1,5 @@
 //! Pinned host memory: so many chunks of one size, and no more.
+#![allow(unsafe_code)] // begins copies for who owns both ends
 
 use std::{collections::VecDeque, sync::Arc, time::Instant};
 

@@ -1,4 +1,5 @@
 //! The client against peers made of plain sockets, which do what no proper server would.
+#![allow(unsafe_code)] // lends buffers
 
 mod faults;
 mod lifecycle;
