@@ -66,7 +66,7 @@ step example 20 "$folder/example_cuda"
 step example_tcp 20 "$folder/example_cuda" --tcp
 
 # Bytes out of bounds, and errors of the driver that nobody looked at.
-sanitizer=$(command -v compute-sanitizer || ls /usr/local/cuda*/bin/compute-sanitizer 2>/dev/null | head -n 1)
+sanitizer=$(command -v compute-sanitizer || ls ${CUDA_ROOTS-/usr/local/cuda*}/bin/compute-sanitizer 2>/dev/null | head -n 1)
 if [ -n "$sanitizer" ]; then
     for case in every_way_carries_every_byte a_tensor_of_cudarc_goes_in_and_comes_out; do
         step "sanitizer_$case" 25 env MOONCAKE_RELAY_TEST_CUDA_CASE=$case \

@@ -1,6 +1,7 @@
 //! Ports, connections and memory of the embedded engine, from bind to drop.
 #![cfg(feature = "embedded")]
 
+mod common;
 mod raw;
 
 use std::{
@@ -211,8 +212,8 @@ fn what_is_advertised_is_what_peers_are_told() {
 
 #[test]
 fn ipv6_is_served_and_bracketed() {
-    if TcpListener::bind("[::1]:0").is_err() {
-        return; // no IPv6 here
+    if !common::has_ipv6() {
+        return;
     }
     watched(|| {
         let served = Served::with(EmbeddedEngine::builder("[::1]:0"), 8);

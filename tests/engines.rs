@@ -29,7 +29,11 @@ engine_suite!(embedded_local, || Arc::new(EmbeddedEngine::bind("127.0.0.1:0").un
 #[cfg(feature = "embedded")]
 engine_suite!(embedded_tcp, || tcp("127.0.0.1:0"));
 #[cfg(feature = "embedded")]
-engine_suite!(embedded_tcp_ipv6, || tcp("[::1]:0"));
+engine_suite!(embedded_tcp_ipv6, || tcp(if common::has_ipv6() {
+    "[::1]:0"
+} else {
+    "127.0.0.1:0"
+}));
 #[cfg(feature = "mooncake")]
 engine_suite!(mooncake, mooncake_engine);
 

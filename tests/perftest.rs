@@ -7,6 +7,7 @@ mod common;
 use std::{
     env, fs,
     io::{BufRead, BufReader},
+    os::unix::process::ExitStatusExt,
     path::PathBuf,
     process::{self, Child, Command, Output, Stdio},
     time::Duration,
@@ -131,6 +132,7 @@ fn a_server_serves_client_after_client_and_one_that_dies_is_named() {
     for mode in ["latency", "throughput"] {
         let client = client(&address, mode);
         server.child.kill().unwrap();
+        server.child.wait().unwrap(); // its port is free from then on
         let output = within(WATCHDOG, move || client.wait_with_output().unwrap());
         let log = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(1), "{log}");
@@ -164,10 +166,10 @@ fn ctrl_c_ends_a_run_and_its_server_goes_on() {
         let log = String::from_utf8_lossy(&output.stderr);
         assert_eq!(output.status.code(), Some(130), "{log}");
         assert!(log.contains("Ctrl-C"), "{log}");
-        assert_eq!(server.child.try_wait().unwrap(), None);
+        succeeds(&["client", &server.address, "--size", "4K", "--check"], &SHORT);
         // Not by SIGINT, which is ignored by what a shell has in the background.
         kill_process(Pid::from_child(&server.child), Signal::TERM).unwrap();
-        exit_of(&mut server.child);
+        assert_eq!(exit_of(&mut server.child).signal(), Some(Signal::TERM.as_raw()));
     }
 }
 

@@ -17,6 +17,8 @@ pub(crate) mod sockets;
 use std::{
     fmt::Debug,
     fs,
+    io::{self, Write},
+    net::TcpListener,
     sync::mpsc,
     thread,
     time::{Duration, Instant},
@@ -27,6 +29,16 @@ use mooncake_relay::Metadata;
 /// As if the put were of a peer of that name.
 pub(crate) fn moved_to(name: &str, metadata: &Metadata) -> Metadata {
     metadata.to_string().replace(metadata.session_id(), name).parse().unwrap()
+}
+
+/// Whether there is IPv6 on loopback. If not, that is said aloud: nothing can install it.
+pub(crate) fn has_ipv6() -> bool {
+    let bound = TcpListener::bind("[::1]:0");
+    if let Err(error) = &bound {
+        // Past the test harness, which would swallow it. Nobody may listen.
+        let _ = writeln!(io::stderr(), "{SKIPPED}, no IPv6 on loopback: {error}");
+    }
+    bound.is_ok()
 }
 
 /// How the line of a test begins that cannot run here.

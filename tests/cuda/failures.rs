@@ -171,6 +171,7 @@ fn every_call_fails_once_after_it_was_done(rig: &Rig) {
     let mut own = Own::new();
     let clean = clean_calls(standin, &mut own);
     let makes = ["cuMemAlloc_v2", "cuStreamCreate", "cuEventCreate", "cuDevicePrimaryCtxRetain"];
+    let mut seen = 0;
     for (function, count) in &clean {
         if makes.contains(&&**function) || function == "cuCtxPushCurrent_v2" {
             continue; // what the driver has made, and says that it has not, is nobody's
@@ -181,6 +182,7 @@ fn every_call_fails_once_after_it_was_done(rig: &Rig) {
             standin.fail_late(function, nth as u32, UNKNOWN);
             for error in everything(&mut own) {
                 is_of(&error, function);
+                seen += 1;
             }
             standin.fail(function, 0, 0);
             if function != "cuDevicePrimaryCtxRelease_v2" {
@@ -189,6 +191,7 @@ fn every_call_fails_once_after_it_was_done(rig: &Rig) {
         }
         assert_eq!(standin.live("violation"), 0, "{function}");
     }
+    assert!(seen > 0, "no call that failed was seen");
 }
 
 /// Whether it gives something back to the driver, or is on the way there.

@@ -73,15 +73,15 @@ fn senders_that_send_nothing() {
             // It stops in the middle.
             eventually(true, || begun() > before + 2);
             peer.stop();
+            // What was on its way has come, and nothing does any more.
+            eventually(true, || {
+                let before = begun();
+                thread::sleep(Duration::from_millis(100)); // between two looks, not instead of one
+                begun() == before
+            });
             (peer, sent, get)
         })
         .collect();
-    // What was on its way has come, and nothing does any more.
-    eventually(true, || {
-        let before = begun();
-        thread::sleep(Duration::from_millis(100)); // between two looks, not instead of one
-        begun() == before
-    });
     for seed in 3..6 {
         works(&good, &receiver, SLOT, seed);
     }

@@ -3,7 +3,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs,
+    env, fs,
     process::{Child, Command, Stdio},
     sync::mpsc,
     thread,
@@ -63,6 +63,21 @@ fn places(start: &str) -> BTreeMap<String, String> {
 
 fn j1_cores_outside_the_allowed_set_are_refused_and_those_inside_are_used() {
     let all = allowed();
+    // While there are others to be on: each where it was told to be, and no others.
+    if let [_, .., last] = all[..] {
+        let config = small().with_transfer_cores([last]).with_notifier_core(last);
+        let relay = Relay::new(local(), &config.with_transfer_threads(2)).unwrap();
+        works(&relay, &relay);
+        for name in ["relay-worker", "relay-notifier"] {
+            let places = places(name);
+            assert!(!places.is_empty(), "{name}");
+            assert!(places.values().all(|place| *place == last.to_string()), "{name}: {places:?}");
+        }
+        let server = places("relay-server");
+        assert!(server.values().all(|place| *place != last.to_string()), "{server:?}");
+    } else {
+        eprintln!("{SKIPPED}: with one core nobody can be seen to be on it");
+    }
     let core = keep_to_one_core();
     let absent = [5000, usize::MAX, CpuSet::MAX_CPU]
         .into_iter()
@@ -103,6 +118,7 @@ impl Strangers {
         match started {
             Ok(children) => Some(Self(children)),
             Err(error) => {
+                assert!(env::var_os("CI").is_none(), "no strangers without taskset: {error}");
                 eprintln!("{SKIPPED}: no strangers without taskset: {error}");
                 None
             }
@@ -113,8 +129,11 @@ impl Strangers {
 impl Drop for Strangers {
     fn drop(&mut self) {
         for child in &mut self.0 {
-            let _ = child.kill();
-            let _ = child.wait();
+            // One that could not begin was none.
+            let gone = child.try_wait().unwrap();
+            assert!(gone.is_none() || thread::panicking(), "a stranger had ended: {gone:?}");
+            child.kill().unwrap();
+            child.wait().unwrap();
         }
     }
 }

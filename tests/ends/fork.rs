@@ -276,6 +276,7 @@ fn m4_forks_in_the_middle_of_transfers_disturb_none() {
             both.map(|thread| thread.join().unwrap())
         });
         println!("{kind}: {rounds:?} transfers beside 40 forks");
+        assert!(rounds.iter().all(|rounds| *rounds > 0), "{kind}: {rounds:?}");
         for (_, relay) in [&a, &b] {
             eventually((8, 0), || (relay.health().free, relay.health().quarantined.len()));
         }

@@ -18,6 +18,7 @@ use crate::{
     common::{
         Random, SKIPPED,
         peer::{self, Peer},
+        within,
     },
     exited, times,
 };
@@ -35,7 +36,8 @@ pub(crate) fn trials() -> impl Iterator<Item = Trial> {
     let ways = WAYS.map(|(name, way, code)| Trial::test(name, move || ends(way, code)));
     let pipes = ["serve_local", "serve_tcp"].map(|way| {
         let name = format!("m1_a_c_program_outlives_its_peers_with_sigpipe_as_it_is_{way}");
-        Trial::test(name, move || peers_die(way))
+        // Its lines are read without a limit.
+        Trial::test(name, move || within(Duration::from_secs(600), move || peers_die(way)))
     });
     ways.into_iter().chain(pipes)
 }

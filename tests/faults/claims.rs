@@ -151,6 +151,9 @@ fn q25_bad_messages_never_stop_a_receiver(on: &On) {
 }
 
 fn q24_ipv6_is_bracketed_and_works_both_ways(on: &On) {
+    if !crate::common::has_ipv6() {
+        return;
+    }
     let six = ["--listen", "[::1]:0"];
     let (six, other, four) = (on.peer(&six), on.peer(&six), on.peer(&[]));
     assert!(six.session_id().starts_with("[::1]:"), "{}", six.session_id());

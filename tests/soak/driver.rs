@@ -4,7 +4,8 @@ use std::{
     collections::{BTreeMap, VecDeque},
     env,
     io::{BufRead, BufReader, Write},
-    process::{Child, Command, Stdio},
+    os::unix::process::ExitStatusExt,
+    process::{Child, Command, ExitStatus, Stdio},
     sync::{
         Arc,
         atomic::{AtomicBool, AtomicU64, Ordering},
@@ -80,7 +81,9 @@ pub(crate) fn soak(time: Duration) {
         if soak.below(3) == 0 {
             soak.faults.kills.fetch_add(1, Ordering::Relaxed);
             soak.inputs.lock()[place] = None;
-            lives[place].kill();
+            if let Err(status) = lives[place].kill() {
+                soak.wrong.lock().push(format!("{} had ended with {status}", kinds[place]));
+            }
             lives[place] = start(place);
         } else {
             soak.faults.stops.fetch_add(1, Ordering::Relaxed);
@@ -97,10 +100,13 @@ pub(crate) fn soak(time: Duration) {
         life.threads.drain(..).for_each(|thread| thread.join().unwrap());
         all_ended &= status && life.ended.load(Ordering::Relaxed);
     }
-    soak.report(time);
+    soak.report(time, &kinds);
     let wrong = soak.wrong.lock();
     assert!(wrong.is_empty(), "{wrong:?}");
     assert!(all_ended, "a process ended without saying that all is free");
+    for (place, kind) in kinds.iter().enumerate() {
+        assert!(soak.gets_at(place) > 0, "no get of the {kind} one at {place} ended well");
+    }
 }
 
 fn wait_long(child: &mut Child) -> bool {
@@ -216,7 +222,14 @@ impl Soak {
         }
     }
 
-    fn report(&self, time: Duration) {
+    /// Gets that ended well, of all lives at that place.
+    fn gets_at(&self, place: usize) -> u64 {
+        let (lives, start) = (self.lives.lock(), format!("w{place}-"));
+        let of_place = lives.iter().filter(|(name, _)| name.starts_with(&start));
+        of_place.filter_map(|(_, life)| life["gets"].as_u64()).sum()
+    }
+
+    fn report(&self, time: Duration, kinds: &[&str]) {
         let lives = self.lives.lock();
         let sum = |of: &str| lives.values().filter_map(|life| life[of].as_u64()).sum::<u64>();
         let Faults { kills, stops, doubled, lost, old } = &self.faults;
@@ -235,7 +248,7 @@ impl Soak {
             *ends.entry(kind).or_default() += count.as_u64().unwrap_or(0);
         }
         println!("ends: {ends:?}");
-        for (place, kind) in KINDS.iter().enumerate() {
+        for (place, kind) in kinds.iter().enumerate() {
             // Lives long enough to say something: each began without a connection.
             let start = format!("w{place}-");
             let of_place = |name: &str| name.starts_with(&start);
@@ -261,11 +274,13 @@ impl Soak {
 }
 
 impl Life {
-    fn kill(&mut self) {
+    /// How it had ended before, if it had.
+    fn kill(&mut self) -> Result<(), ExitStatus> {
         self.child.kill().unwrap();
-        self.child.wait().unwrap();
+        let status = self.child.wait().unwrap();
         // They end with its pipes.
         self.threads.drain(..).for_each(|thread| thread.join().unwrap());
+        if status.signal() == Some(Signal::KILL.as_raw()) { Ok(()) } else { Err(status) }
     }
 }
 

@@ -6,7 +6,7 @@
 
 use std::{
     collections::BTreeMap,
-    fs, io,
+    fs, io, panic,
     path::PathBuf,
     process,
     sync::{
@@ -68,6 +68,8 @@ pub(crate) fn run(kind: &str, name: &str, seed: u64, library: &str) {
         .with_quarantine(Duration::from_millis(200))
         .with_read_timeout(PATIENCE);
     let relay = Relay::new(engine, &config).unwrap();
+    // Wherever it is, and whoever waits for whom: a kill would hide it.
+    panic::set_hook(Box::new(|info| wrong(&info.to_string())));
     let seen = Seen {
         gets: 0,
         bytes: 0,

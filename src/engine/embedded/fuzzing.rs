@@ -59,10 +59,13 @@ mod tests {
     use super::*;
 
     fn each_seed(target: &str, run: fn(&[u8])) {
-        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz/seeds").join(target);
-        let Ok(seeds) = fs::read_dir(&folder) else {
-            return eprintln!("skipped: no {}", folder.display()); // a package has none
-        };
+        let fuzz = Path::new(env!("CARGO_MANIFEST_DIR")).join("fuzz");
+        if !fuzz.exists() {
+            return; // a package has none
+        }
+        let folder = fuzz.join("seeds").join(target);
+        let seeds =
+            fs::read_dir(&folder).unwrap_or_else(|error| panic!("{}: {error}", folder.display()));
         let mut count = 0;
         for seed in seeds {
             let seed = fs::read(seed.unwrap().path()).unwrap();
