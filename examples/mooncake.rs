@@ -31,7 +31,7 @@ struct Args {
     /// RDMA devices with commas between them; none: all.
     #[arg(long, default_value = "")]
     device: String,
-    /// P2PHANDSHAKE, or a server: etcd://…, http://… or redis://…
+    /// P2PHANDSHAKE, or a server: etcd://…, http://…, https://… or redis://…
     #[arg(long, default_value = "P2PHANDSHAKE")]
     metadata_server: String,
     /// A libtransfer_engine.so, or the folder that holds mooncake/ of the pip wheel; else it is

@@ -50,7 +50,7 @@ counters! {
     puts_expired,
     /// Puts that were aborted.
     puts_aborted,
-    /// Puts whose receiver said that it gave up.
+    /// Puts whose receiver said that it gave up, or died while it was reading.
     puts_peer_failed,
     /// Puts that the relay's close cut short.
     puts_closed,

@@ -57,7 +57,8 @@ pub enum Error {
     /// peers are not affected.
     #[error("peer {peer} failed: {reason}")]
     PeerFailed {
-        /// The peer's session id; of a put `"(its receiver)"`, since a notification names no sender.
+        /// The peer's session id; of a put `"(its receiver)"`, since a notification names no sender; of a
+        /// get whose sender's end the engine reports, `"(the sender)"`.
         peer: String,
         /// What happened.
         reason: String,

@@ -6,9 +6,9 @@
 //! | [`slots`] | who owns a slot when, how puts and gets end, what each side knows then |
 //! | [`threads`] | who may call what from where, what blocks, what happens before what, which order holds |
 //! | [`settings`] | how many credits, how large, how long, which threads and cores; the environment by name |
-//! | [`deployment`] | two ports, firewalls, containers, IPv6; Python peers on the real engine |
+//! | [`deployment`] | two ports, firewalls, containers, IPv6; the real engine, and Python peers on it |
 //! | [`threats`] | who is trusted with what; what strangers, local users and peers can do, and the test for each |
-//! | [`troubleshooting`] | symptom → where to look → what to do; every counter, log line and error |
+//! | [`troubleshooting`] | symptom → where to look → what to do; every counter, error and log line of info and above |
 //!
 //! # The flow
 //!
@@ -90,11 +90,16 @@
 //! | [`Metadata`](crate::Metadata) | which bytes, where, of which put; JSON text |
 //! | [`Tensor`](crate::Tensor), [`DType`](crate::DType) | what the bytes are; carried, not looked into |
 //! | [`Config`](crate::Config) | the settings of a relay |
+//! | [`View`](crate::View) | a look at a sender's slot in place, on the same host |
+//! | [`Error`](crate::Error) | what went wrong: a variant for each remedy |
+//! | [`Closed`](crate::Closed) | what a close found |
 //! | [`Health`](crate::Health), [`Counters`](crate::Counters) | how it is doing |
 //! | [`Engine`](crate::Engine) | how bytes travel; bring your own, or take one of the next three |
-//! | `EmbeddedEngine` | TCP that speaks Mooncake's protocol; feature `embedded`, on by default |
+//! | `EmbeddedEngine` | shared memory on the same host, else TCP that speaks Mooncake's protocol; feature `embedded`, on by default |
 //! | `MooncakeEngine` | the real Mooncake engine, loaded when it is opened; feature `mooncake`, on by default |
 //! | [`InProcessEngine`](crate::InProcessEngine) | peers inside one process, for tests |
+//! | [`open_engine`](crate::open_engine), [`EngineOptions`](crate::EngineOptions) | an engine by its name, for configuration |
+//! | `Cuda`, `Staging` | slots in device memory, and how engines get at them; feature `cuda` |
 
 #[doc = include_str!("guide/slots.md")]
 pub mod slots {}

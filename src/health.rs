@@ -50,7 +50,7 @@ pub struct Health {
     pub instance: String,
     /// The engine's transport.
     pub protocol: String,
-    /// Where the slots are: `"cpu"`.
+    /// Where the slots are: `"cpu"`, or `"cuda:0"`.
     pub device: String,
     /// Whether the slots are made of huge pages.
     pub huge_pages: bool,

@@ -17,7 +17,8 @@
 //! credit comes back.
 //!
 //! Begin with [`Relay`], which has a whole transfer as its example; the [`guide`] has the rest: a
-//! slot's life, threads and order, settings and environment variables, deployment, troubleshooting.
+//! slot's life, threads and order, settings and environment variables, deployment, whom to trust with what,
+//! troubleshooting.
 #![deny(unsafe_code)] // the rooms that need it are marked, here or in their own files
 #![cfg_attr(docsrs, feature(doc_cfg))]
 #![doc(test(attr(deny(warnings))))]

@@ -41,7 +41,7 @@ const SCRATCH: usize = 64;
 ///
 /// `Send` and `Sync`: any thread may call any method, as [`guide::threads`](crate::guide::threads)
 /// says in full. Dropping it closes it, as [`close`](Self::close) with a `timeout` of 5 s does. In a
-/// forked child every call is [`Error::Config`], and dropping it does nothing.
+/// forked child every call that can fail is [`Error::Config`], and dropping it does nothing.
 ///
 /// ```
 /// use std::sync::Arc;

@@ -32,6 +32,29 @@ fn every_counter_of_the_mooncake_engine_is_in_the_guide() {
 }
 
 #[test]
+fn every_log_line_of_info_and_above_is_in_the_guide() {
+    let page = read("src/guide/troubleshooting.md");
+    let sources = sources(Path::new(env!("CARGO_MANIFEST_DIR")).join("src").as_path());
+    let calls = sources.iter().flat_map(|source| {
+        ["error!(", "warn!(", "info!("].into_iter().flat_map(|call| source.split(call).skip(1))
+    });
+    // The line is the call's last text; what one calls that is not `tracing`'s has none.
+    let lines: Vec<_> = calls
+        .filter_map(|call| {
+            let call = &call[..call.find(");").or_else(|| call.find("),")).unwrap_or(call.len())];
+            let line = call.split('"').skip(1).step_by(2).last()?;
+            (!line.contains('{')).then(|| line.replace("\\\n", "").trim().to_owned())
+        })
+        .filter(|line| line.contains(' ') && !line.starts_with("mooncake-relay runs on"))
+        .collect();
+    assert!(lines.len() >= 25, "{lines:?}");
+    // Without what follows a colon or a semicolon, if the page leaves that out.
+    let start = |line: &str| line.split([':', ';']).next().unwrap().to_owned();
+    let missing: Vec<_> = lines.iter().filter(|line| !page.contains(&start(line))).collect();
+    assert!(missing.is_empty(), "not in the guide: {missing:#?}");
+}
+
+#[test]
 fn every_error_is_in_the_guide() {
     let source = read("src/error.rs");
     let kinds = source.lines().filter_map(|line| line.split("=> \"").nth(1)?.strip_suffix("\","));

@@ -53,9 +53,13 @@ const UNREGISTER: Duration = Duration::from_secs(5);
 /// An engine in pure Rust: TCP that speaks Mooncake's own protocol, with real engines as peers in
 /// both directions.
 ///
-/// It listens from [`bind`](Self::bind) on, serves while a relay uses it, and serves nothing but
+/// It listens from [`bind`](Self::bind) on, serves while a relay uses it, and serves nothing by TCP but
 /// what that relay has published at that moment (and stamps, which tell nothing). Who may reach its
 /// two ports, and what Python peers can do, is in [`guide::deployment`](crate::guide::deployment).
+///
+/// Relays of one user on one host use shared memory instead, by themselves: such a peer maps all of the
+/// slots, to read. [`guide::threats`](crate::guide::threats) says what that means, and
+/// [`EmbeddedBuilder::local`] turns it off.
 ///
 /// ```
 /// let engine = mooncake_relay::EmbeddedEngine::bind("127.0.0.1:0")?;
