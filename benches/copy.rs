@@ -4,6 +4,9 @@
 //! `base` is one thread that copies in the plain way, and `relay` is what a relay chooses. Each round
 //! makes every copy once untimed, so that the caches are as that way leaves them, and once timed; the
 //! ways take turns, so that whatever else the machine does falls on all of them alike.
+//!
+//! And what does it cost that slots go round: a thread copies into one after the other, and a thread on
+//! another core copies out of it, both looking without a pause for their turn.
 
 mod common;
 
@@ -11,14 +14,22 @@ use std::{
     env, fs,
     hint::black_box,
     io,
-    sync::mpsc::sync_channel,
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicUsize, Ordering},
+        mpsc::sync_channel,
+    },
     thread,
     time::{Duration, Instant},
 };
 
-use mooncake_relay::{Slot, internal::Copier};
+use mooncake_relay::{Config, InProcessEngine, Relay, Slot, internal::Copier};
 
-use crate::common::{in_process, size_name};
+use crate::common::{
+    in_process,
+    receiver::{allowed, pin},
+    size_name,
+};
 
 const SIZES: [usize; 10] = [
     4 << 10,
@@ -44,6 +55,10 @@ struct Ground {
     slot: Slot,
     dest: Vec<u8>,
 }
+
+/// Sizes and numbers of slots that go round.
+const ROUND_SIZES: [usize; 4] = [4 << 10, 64 << 10, 256 << 10, 1 << 20];
+const ROUND_SLOTS: [usize; 6] = [1, 2, 4, 8, 16, 32];
 
 /// So many bytes, in one way, so often; and how long once took.
 type Path = fn(&mut Ground, &Copier, usize, usize) -> Duration;
@@ -94,8 +109,76 @@ fn main() -> io::Result<()> {
             println!("| {} |{}", size_name(size), cells.collect::<String>());
         }
     }
+    go_round(measures);
     println!("\nload average {}", fs::read_to_string("/proc/loadavg")?.trim_end());
     Ok(())
+}
+
+fn go_round(measures: bool) {
+    if allowed().len() < 2 {
+        return println!("\nslots that go round: not measured, since it takes two cores");
+    }
+    let (most, largest) = (ROUND_SLOTS[ROUND_SLOTS.len() - 1], ROUND_SIZES[ROUND_SIZES.len() - 1]);
+    let config = Config::default().with_credits(most as u32).with_slot_size(largest);
+    let engine = InProcessEngine::new("round").expect("each name is used once");
+    let relay = Relay::new(Arc::new(engine), &config).expect("the memory is there");
+    let slot = || Mutex::new(relay.try_acquire(largest).expect("all are free"));
+    let slots: Vec<_> = (0..most).map(|_| slot()).collect();
+    println!("\nslots that go round, in µs: the median copy in + the median copy out\n");
+    let heads = ROUND_SLOTS.map(|count| count.to_string()).join(" | ");
+    println!("| bytes | {heads} |\n|---|{}", "--:|".repeat(ROUND_SLOTS.len()));
+    for size in ROUND_SIZES {
+        let rounds = if measures { ((1 << 28) / size).clamp(100, 3000) } else { 1 };
+        let mut times = ROUND_SLOTS.map(|_| Vec::new());
+        for _ in 0..if measures { 5 } else { 1 } {
+            for (count, times) in ROUND_SLOTS.into_iter().zip(&mut times) {
+                times.push(round(&slots[..count], size, rounds));
+            }
+        }
+        let cells = times.iter_mut().map(|times| {
+            times.sort_by_key(|[put, get]| *put + *get);
+            let [put, get] = times[times.len() / 2].map(|time| time.as_nanos() as f64 / 1000.0);
+            format!(" {put:.2} + {get:.2} |")
+        });
+        println!("| {} |{}", size_name(size), cells.collect::<String>());
+    }
+}
+
+/// Copies into each slot in turn on one core, and out of it on another: the median of each.
+fn round(slots: &[Mutex<Slot>], size: usize, rounds: usize) -> [Duration; 2] {
+    let (cores, turn) = (allowed(), &AtomicUsize::new(0));
+    let wait = |until: usize| {
+        while turn.load(Ordering::Acquire) != until {
+            std::hint::spin_loop();
+        }
+    };
+    let times = |of: usize, mut copy: Box<dyn FnMut(&mut Slot) + '_>| {
+        pin(cores[of]);
+        let mut times = Vec::with_capacity(rounds);
+        for number in 0..rounds {
+            wait(2 * number + of);
+            let mut slot = slots[number % slots.len()].lock().expect("nobody panics");
+            let begun = Instant::now();
+            copy(&mut slot);
+            times.push(begun.elapsed());
+            drop(slot);
+            turn.store(2 * number + of + 1, Ordering::Release);
+        }
+        times.sort();
+        times[rounds / 2]
+    };
+    let (bytes, mut dest) = (vec![7_u8; size], vec![0; size]);
+    thread::scope(|s| {
+        let put = s.spawn(|| {
+            let write = |slot: &mut Slot| slot[..size].copy_from_slice(black_box(&bytes));
+            times(0, Box::new(write))
+        });
+        let get = s.spawn(|| {
+            let read = |slot: &mut Slot| black_box(&mut dest).copy_from_slice(&slot[..size]);
+            times(1, Box::new(read))
+        });
+        [put, get].map(|side| side.join().expect("it ends"))
+    })
 }
 
 fn into(ground: &mut Ground, copier: &Copier, size: usize, repeats: usize) -> Duration {

@@ -55,17 +55,24 @@ pub(crate) use crossbeam::queue::ArrayQueue as Ring;
 /// A stand-in for the ring, which loom cannot look into: no more ordered than it must be.
 #[cfg(loom)]
 #[derive(Debug)]
-pub(crate) struct Ring<T>(atomic::AtomicU32, std::marker::PhantomData<T>);
+pub(crate) struct Ring<T>(atomic::AtomicU32, usize, std::marker::PhantomData<T>);
 
 #[cfg(loom)]
 impl Ring<u32> {
-    pub(crate) fn new(_capacity: usize) -> Self {
-        Self(atomic::AtomicU32::new(0), std::marker::PhantomData)
+    pub(crate) fn new(capacity: usize) -> Self {
+        Self(atomic::AtomicU32::new(0), capacity, std::marker::PhantomData)
     }
 
     pub(crate) fn push(&self, value: u32) -> Result<(), u32> {
-        self.0.fetch_or(1 << value, atomic::Ordering::Release);
-        Ok(())
+        let mut now = self.0.load(atomic::Ordering::Relaxed);
+        while (now.count_ones() as usize) < self.1 {
+            let (release, relaxed) = (atomic::Ordering::Release, atomic::Ordering::Relaxed);
+            match self.0.compare_exchange(now, now | 1 << value, release, relaxed) {
+                Ok(_) => return Ok(()),
+                Err(other) => now = other,
+            }
+        }
+        Err(value)
     }
 
     pub(crate) fn pop(&self) -> Option<u32> {

@@ -367,6 +367,39 @@ fn l1_a_credit_that_comes_back_reaches_who_waits() {
 }
 
 #[test]
+fn who_finds_no_warm_credit_and_no_cold_one_finds_the_one_that_came_back_meanwhile() {
+    loom::model(|| {
+        let credits = Arc::new(Credits::with_warm(2, 1));
+        let credit = credits.try_take().unwrap();
+        let other = Arc::clone(&credits);
+        let taking = thread::spawn(move || other.try_take());
+        credits.give_back(credit);
+        credits.take_cold();
+        assert!(taking.join().unwrap().is_some(), "one was free all the while");
+    });
+}
+
+#[test]
+fn l1_a_cold_credit_that_comes_back_reaches_who_waits() {
+    loom::model(|| {
+        let credits = Arc::new(Credits::with_warm(2, 1));
+        let [warm, cold] = [(); 2].map(|()| credits.try_take().unwrap());
+        let other = Arc::clone(&credits);
+        let waiting = thread::spawn(move || {
+            let queued = other.enqueue();
+            while queued.credit().is_none() {
+                thread::yield_now();
+            }
+            queued.leave()
+        });
+        credits.give_back(warm);
+        credits.give_back(cold);
+        assert!(waiting.join().unwrap().is_some());
+        assert_eq!((credits.free(), credits.waiting()), (1, 0));
+    });
+}
+
+#[test]
 fn who_gives_up_waiting_leaves_the_credit_or_takes_it_along() {
     loom::model(|| {
         let credits = Arc::new(Credits::full(1));

@@ -219,6 +219,10 @@ orderings() {
     mutant "give_back: no fence" $c '/pub fn give_back(/,/^    }/s/fence(Ordering::SeqCst);//' loom
     mutant "enqueue: no fence" $c '/pub fn enqueue(/,/^    }/s/fence(Ordering::SeqCst);//' loom
     mutant "take_or_starve: no fence" $c '/pub fn take_or_starve(/,/^    }/s/fence(Ordering::SeqCst);//' loom
+    mutant "pop_any: no fence" $c '/fn pop_any(/,/^    }/s/fence(Ordering::SeqCst);//' loom
+    mutant "pop_any: load loses Acquire" $c '/fn pop_any(/,/^    }/s/Ordering::Acquire/Ordering::Relaxed/' loom
+    mutant "pop_any: a credit that moved is not looked for" $c '/fn pop_any(/,/^    }/s/if found.is_some().*{/if true {/' loom
+    mutant "push: count loses Release" $c '/fn push(/,/^    }/s/Ordering::Release/Ordering::Relaxed/' loom
     mutant "leave: a credit that came is left behind" $c '/fn end(/,/^    }/s/        waiter.credit()/        None/' loom
     mutant "wake: the ring is not counted" $d 's/(seen \& !STATE).wrapping_add(WAKE)/seen \& !STATE/' loom
 

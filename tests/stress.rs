@@ -33,8 +33,8 @@ const fn rounds(count: usize) -> usize {
 #[test]
 fn a_credit_is_never_lent_twice_and_none_is_lost() {
     within(WATCHDOG, || {
-        for count in [1, 2, 5] {
-            let credits = Credits::full(count);
+        for (count, warm) in [(1, 1), (2, 2), (2, 1), (5, 5), (5, 2)] {
+            let credits = Credits::with_warm(count, warm);
             let lent: Vec<_> = (0..count).map(|_| AtomicBool::new(false)).collect();
             let taken = AtomicUsize::new(0);
             thread::scope(|s| {
@@ -65,23 +65,25 @@ fn a_credit_is_never_lent_twice_and_none_is_lost() {
 #[test]
 fn l2_as_many_threads_as_credits_never_find_the_ring_empty() {
     within(WATCHDOG, || {
-        let credits = Credits::full(THREADS as u32);
         let barrier = Barrier::new(THREADS);
-        thread::scope(|s| {
-            for _ in 0..THREADS {
-                s.spawn(|| {
-                    for _ in 0..if cfg!(miri) { 2 } else { 10 } {
-                        for _ in 0..rounds(12_500) {
-                            let credit = credits.try_take().expect("one is free for each thread");
-                            credits.give_back(credit);
+        for credits in [1, 2, THREADS as u32].map(|warm| Credits::with_warm(THREADS as u32, warm)) {
+            thread::scope(|s| {
+                for _ in 0..THREADS {
+                    s.spawn(|| {
+                        for _ in 0..if cfg!(miri) { 2 } else { 5 } {
+                            for _ in 0..rounds(12_500) {
+                                let credit =
+                                    credits.try_take().expect("one is free for each thread");
+                                credits.give_back(credit);
+                            }
+                            barrier.wait();
+                            assert_eq!(credits.free(), THREADS, "all are back");
+                            barrier.wait();
                         }
-                        barrier.wait();
-                        assert_eq!(credits.free(), THREADS, "all are back");
-                        barrier.wait();
-                    }
-                });
-            }
-        });
+                    });
+                }
+            });
+        }
     });
 }
 

@@ -1,9 +1,12 @@
 //! The ring of free credits, and the queue of those who wait for one.
 //!
-//! A credit is the right to use one slot, and is that slot's index.
+//! A credit is the right to use one slot, and is that slot's index. Credits go round first in, first out,
+//! but only so many of them as fit into a core's cache while more are not needed: a slot that was not
+//! used for long costs what memory costs.
 
 use std::{
     collections::VecDeque,
+    ops::Range,
     sync::{Arc, OnceLock},
     thread::{self, Thread},
 };
@@ -15,7 +18,9 @@ use crate::sync::{
 
 /// The ring. Taking and giving back is lock-free; a lock is met only by those who find it empty.
 pub struct Credits {
-    free: Ring<u32>,
+    warm: Ring<u32>,
+    /// Those that are taken when no warm one is free, if there are more.
+    cold: Option<Cold>,
     /// How many wait. Not zero: nobody may overtake them.
     waiting: AtomicUsize,
     queue: Mutex<VecDeque<Arc<Waiter>>>,
@@ -23,6 +28,13 @@ pub struct Credits {
     starved: AtomicBool,
     /// Called after a credit came back while somebody waited or starved.
     returned: OnceLock<Box<dyn Fn() + Send + Sync>>,
+}
+
+struct Cold {
+    free: Ring<u32>,
+    /// Counts the credits that came back, so that nobody who looks into one ring after the other takes
+    /// both for empty while one has moved.
+    moves: AtomicU32,
 }
 
 /// Somebody who waits for a credit.
@@ -41,6 +53,7 @@ pub struct Queued<'a> {
 }
 
 const NONE: u32 = u32::MAX;
+const ONCE: &str = "a credit comes back once";
 
 impl Credits {
     /// A ring that holds the credits `0..count`.
@@ -49,12 +62,28 @@ impl Credits {
     ///
     /// Panics if `count` is zero: the configuration was checked.
     pub fn full(count: u32) -> Self {
-        let free = Ring::new(count as usize);
-        for credit in 0..count {
-            free.push(credit).expect("the ring has room for every credit");
-        }
+        Self::with_warm(count, count)
+    }
+
+    /// As [`Self::full`]; no more than `warm` of them go round unless more are out at a time.
+    ///
+    /// # Panics
+    ///
+    /// As above, and if `warm` is zero.
+    pub fn with_warm(count: u32, warm: u32) -> Self {
+        let full = |credits: Range<u32>| {
+            let ring = Ring::new(credits.len());
+            for credit in credits {
+                ring.push(credit).expect("the ring has room for every credit");
+            }
+            ring
+        };
+        let warm = warm.min(count);
+        let cold =
+            (warm < count).then(|| Cold { free: full(warm..count), moves: AtomicU32::new(0) });
         Self {
-            free,
+            warm: full(0..warm),
+            cold,
             waiting: AtomicUsize::new(0),
             queue: Mutex::default(),
             starved: AtomicBool::new(false),
@@ -70,7 +99,7 @@ impl Credits {
 
     /// How many are free.
     pub fn free(&self) -> usize {
-        self.free.len()
+        self.warm.len() + self.cold.as_ref().map_or(0, |cold| cold.free.len())
     }
 
     /// How many callers wait.
@@ -81,7 +110,7 @@ impl Credits {
     /// Takes a credit, or `None` if all are out or others wait already.
     #[inline]
     pub fn try_take(&self) -> Option<u32> {
-        if self.waiting.load(Ordering::Relaxed) > 0 { None } else { self.free.pop() }
+        if self.waiting.load(Ordering::Relaxed) > 0 { None } else { self.pop() }
     }
 
     /// As [`Self::try_take`]; after a `None` the next credit to come back is reported.
@@ -97,8 +126,8 @@ impl Credits {
     /// Gives a credit back, to whoever waits longest.
     #[inline]
     pub fn give_back(&self, credit: u32) {
-        self.free.push(credit).expect("a credit comes back once");
-        // Partner: the fences in `enqueue` and `take_or_starve`.
+        self.push(credit);
+        // Partner: the fences in `enqueue`, `take_or_starve` and `pop_any`.
         fence(Ordering::SeqCst);
         if self.waiting.load(Ordering::Relaxed) > 0 || self.starved.load(Ordering::Relaxed) {
             self.serve();
@@ -126,6 +155,48 @@ impl Credits {
         }
     }
 
+    #[inline]
+    fn pop(&self) -> Option<u32> {
+        match &self.cold {
+            None => self.warm.pop(),
+            Some(cold) => self.warm.pop().or_else(|| self.pop_any(cold)),
+        }
+    }
+
+    /// From either ring. `None`: at one moment no credit was in any of them.
+    fn pop_any(&self, cold: &Cold) -> Option<u32> {
+        loop {
+            // Acquire: pairs with `push`. What was counted lies in its ring.
+            let moves = cold.moves.load(Ordering::Acquire);
+            let found = self.warm.pop().or_else(|| cold.free.pop());
+            // Partner: the fence in `give_back`. Who took the cold one after a warm one came back let us
+            // see that it came.
+            fence(Ordering::SeqCst);
+            if found.is_some() || cold.moves.load(Ordering::Relaxed) == moves {
+                return found;
+            }
+        }
+    }
+
+    #[inline]
+    fn push(&self, credit: u32) {
+        let Some(cold) = &self.cold else {
+            return self.warm.push(credit).expect(ONCE);
+        };
+        // Whoever finds the warm ring full leaves room in the other: together they hold them all.
+        if let Err(credit) = self.warm.push(credit) {
+            cold.free.push(credit).expect(ONCE);
+        }
+        // Release: pairs with the first load in `pop_any`.
+        cold.moves.fetch_add(1, Ordering::Release);
+    }
+
+    /// What somebody slow does who has found no warm one before.
+    #[cfg(loom)]
+    pub fn take_cold(&self) -> Option<u32> {
+        self.cold.as_ref()?.free.pop()
+    }
+
     #[cold]
     fn serve(&self) {
         self.hand_out();
@@ -139,7 +210,7 @@ impl Credits {
     fn hand_out(&self) {
         let mut queue = self.queue.lock();
         while let Some(first) = queue.front() {
-            let Some(credit) = self.free.pop() else { break };
+            let Some(credit) = self.pop() else { break };
             // Release: what the last owner did to the slot happens before what the waiter will do.
             first.credit.store(credit, Ordering::Release);
             first.thread.unpark();
@@ -187,6 +258,38 @@ impl Waiter {
 
 impl std::fmt::Debug for Credits {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        f.debug_struct("Credits").field("free", &self.free.len()).finish_non_exhaustive()
+        f.debug_struct("Credits").field("free", &self.free()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    fn take(credits: &Credits, count: usize) -> Vec<u32> {
+        (0..count).map(|_| credits.try_take().expect("one is free")).collect()
+    }
+
+    #[test]
+    fn while_few_are_out_only_warm_ones_go_round_the_longest_unused_first() {
+        let credits = Credits::with_warm(8, 3);
+        let mut taken = Vec::new();
+        for _ in 0..6 {
+            taken.extend(take(&credits, 1));
+            credits.give_back(taken[taken.len() - 1]);
+        }
+        assert_eq!(taken, [0, 1, 2, 0, 1, 2]);
+        assert_eq!(credits.free(), 8);
+    }
+
+    #[test]
+    fn all_can_be_out_at_once_and_as_few_go_round_afterwards() {
+        let credits = Credits::with_warm(8, 3);
+        let mut all = take(&credits, 8);
+        assert_eq!((credits.try_take(), credits.free()), (None, 0));
+        all.rotate_left(5);
+        all.drain(..).for_each(|credit| credits.give_back(credit));
+        assert_eq!(take(&credits, 4), [5, 6, 7, 0]);
+        assert_eq!(credits.free(), 4);
     }
 }

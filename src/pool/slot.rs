@@ -30,6 +30,13 @@ pub(crate) struct Pool<M: Memory> {
     kept: AtomicIsize,
 }
 
+/// How many bytes of slots go round while one at a time is out, about what a core's own cache holds: see
+/// `benches/RESULTS.md`. With fewer than `FEWEST_WARM` of them a slot is written whose lines the reader's
+/// core has only just read.
+const WARM: usize = 4 << 20;
+const FEWEST_WARM: usize = 4;
+const MOST_WARM: usize = 32;
+
 /// How long memory that is to go waits for copies of it.
 const LAST_COPIES: Duration = Duration::from_secs(5);
 
@@ -44,7 +51,8 @@ impl<M: Memory> Pool<M> {
     ) -> Result<Arc<Self>> {
         let memory = M::allocate(options, credits as usize * slot_size, purpose, huge)?;
         let fences = (0..credits).map(|_| M::Fence::default()).collect();
-        let (credits, kept) = (Credits::full(credits), AtomicIsize::new(0));
+        let warm = (WARM / slot_size.max(1)).clamp(FEWEST_WARM, MOST_WARM) as u32;
+        let (credits, kept) = (Credits::with_warm(credits, warm), AtomicIsize::new(0));
         Ok(Arc::new(Self { memory, slot_size, credits, fences, kept }))
     }
 
