@@ -22,7 +22,7 @@ use crate::{
     sender::Entry,
     sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence},
     token::Tokens,
-    wait::{Idle, WaitStrategy},
+    wait::{Idle, WaitStrategy, nanos},
 };
 
 /// A relay without its threads.
@@ -211,7 +211,7 @@ impl<M: Memory> Core<M> {
 
     /// `at` on the relay's clock.
     pub(crate) fn ticks(&self, at: Instant) -> u64 {
-        at.saturating_duration_since(self.clock).as_nanos().try_into().unwrap_or(u64::MAX)
+        nanos(at.saturating_duration_since(self.clock))
     }
 
     /// The other way round.

@@ -1,7 +1,5 @@
 //! Where names come from: one key of the system's, then no system call per put.
 
-use std::hash::Hasher;
-
 use siphasher::sip::SipHasher24;
 
 use crate::{
@@ -62,9 +60,7 @@ impl Ids {
 }
 
 fn hash(key: &Key, bytes: &[u8]) -> u64 {
-    let mut hasher = SipHasher24::new_with_key(key);
-    hasher.write(bytes);
-    hasher.finish()
+    SipHasher24::new_with_key(key).hash(bytes)
 }
 
 impl std::fmt::Debug for Ids {

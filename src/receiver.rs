@@ -1,6 +1,7 @@
 //! The receiver's side: how a get is read, verified, acknowledged and completed.
 
 use std::{
+    mem::ManuallyDrop,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::{Duration, Instant},
@@ -37,44 +38,55 @@ const EXPIRY_GRACE: Duration = Duration::from_millis(20);
 
 impl<M: Memory> Core<M> {
     /// Queues a get.
-    pub(crate) fn submit(&self, what: What, request: Option<Arc<str>>) -> Result<Token<Slot<M>>> {
-        self.check_open()?;
+    pub(crate) fn submit(
+        &self,
+        what: What,
+        since: Instant,
+        request: Option<Arc<str>>,
+    ) -> Result<Token<Slot<M>>> {
         let (completer, token) = Tokens::make(&self.tokens);
         let deadline = self.ticks(what.deadline);
-        let job = Job { what, since: Instant::now(), request, completer: Some(completer) };
+        let job = Job { what, since, request, completer: Some(completer) };
         self.gets.submit(job)?;
         self.counters.gets.count();
         self.wake_notifier_by(deadline);
         Ok(token)
     }
 
-    /// Reads straight into `dest` on this thread. `None`: the engine goes through slots.
-    pub(crate) fn read_into(&self, what: &What, dest: &mut [u8]) -> Result<Option<()>> {
-        self.check_open()?;
-        let job = Job { what: what.clone(), since: Instant::now(), request: None, completer: None };
+    /// Reads `remote`, which `what` shares, straight into `dest` on this thread. `what` comes back where
+    /// the engine goes through slots.
+    pub(crate) fn read_into(
+        &self,
+        remote: &RemoteBuffer,
+        what: What,
+        since: Instant,
+        dest: &mut [u8],
+    ) -> Result<Option<What>> {
+        let deadline = what.deadline;
+        let job = Job { what, since, request: None, completer: None };
         let entered = Entered { core: self, handle: self.gets.enter(job, Span::of(dest))? };
-        let read = self.engine.read_into(&what.remote, dest, what.deadline);
+        let read = self.engine.read_into(remote, dest, deadline);
         // Before its end is counted and told: both happen once.
-        let wanted = entered.leave();
+        let Some((Job { what, .. }, wanted)) = entered.leave() else { return Err(Error::Aborted) };
         if read.is_some() || !wanted {
             self.counters.gets.count();
         }
         if let Some(read) = &read {
-            self.learn(what, read.as_ref().err());
+            self.learn(&what, read.as_ref().err());
         }
         if !wanted {
             // Whoever ended it has counted it and told the sender.
-            return Err(self.unwanted(what));
+            return Err(self.unwanted(&what));
         }
-        let Some(read) = read else { return Ok(None) };
+        let Some(read) = read else { return Ok(Some(what)) };
         match &read {
             Ok(()) => {
-                self.acknowledge(what);
-                self.count_got(what);
+                self.acknowledge(&what);
+                self.count_got(&what);
             }
-            Err(error) => self.count_failure(what, error),
+            Err(error) => self.count_failure(&what, error),
         }
-        read.map(Some)
+        read.map(|()| None)
     }
 
     /// Reads what was claimed, on this thread, and tells its token.
@@ -202,7 +214,7 @@ impl<M: Memory> Core<M> {
 
     /// Whether the peer can be connected to in the time that it is given.
     fn probe(&self, what: &What) -> Result<()> {
-        let RemoteBuffer { peer, len, identity, .. } = &what.remote;
+        let RemoteBuffer { peer, len, identity, .. } = &*what.remote;
         if *len == 0 && identity.is_none() {
             return Ok(()); // nothing will be read
         }
@@ -287,7 +299,7 @@ impl<M: Memory> Core<M> {
     pub(crate) fn acknowledge(&self, what: &What) {
         let now = Instant::now();
         let limit = what.deadline.max(now + RETRY_FIRST).min(now + NOTIFY_LIMIT);
-        let note = Notification::with_note(&what.name, Note::Complete);
+        let note = Notification::with_note(what.remote.name(), Note::Complete);
         let _span = tracing::debug_span!("notify", peer = %what.remote.peer).entered();
         if let Err(error) = self.notify_peer(&what.remote.peer, &note, limit) {
             self.counters.notes_untaken.count();
@@ -314,7 +326,7 @@ impl<M: Memory> Core<M> {
 
     fn tell(&self, mut tell: Tell) {
         let now = Instant::now();
-        let note = Notification::with_note(&tell.what.name, tell.note.clone())
+        let note = Notification::with_note(tell.what.remote.name(), tell.note.clone())
             .because(tell.reason.unwrap_or_default());
         let peer = &tell.what.remote.peer;
         tell.attempts += 1;
@@ -414,9 +426,11 @@ struct Entered<'a, M: Memory> {
 }
 
 impl<M: Memory> Entered<'_, M> {
-    /// Leaves now; whether nobody has ended it.
-    fn leave(self) -> bool {
-        self.core.gets.finish(self.handle).is_some_and(|(_, wanted)| wanted)
+    /// Leaves now: the get, and whether nobody has ended it.
+    fn leave(self) -> Option<(Job<M>, bool)> {
+        // Not dropped as well.
+        let Self { core, handle } = *ManuallyDrop::new(self);
+        core.gets.finish(handle)
     }
 }
 

@@ -15,7 +15,7 @@ use crate::{
     core::{Core, Parts, Times},
     engine::{Engine, Stamp},
     error::{Error, Result},
-    gets::What,
+    gets::{Remote, What},
     health::{Closed, Health},
     ids::Ids,
     memory::{Copier, Host, Memory, Purpose, check_lock, lock},
@@ -128,15 +128,15 @@ impl Relay<Host> {
         dest: &mut [u8],
         timeout: Duration,
     ) -> Result<usize> {
-        let what = self.what(metadata, timeout)?;
-        let len = what.remote.len;
+        let (what, now) = self.what(metadata, timeout)?;
+        let len = metadata.size();
         let slot_size = dest.len();
         let Some(dest) = dest.get_mut(..len) else {
             return Err(Error::TooLarge { len, slot_size });
         };
-        if self.core.read_into(&what, dest)?.is_none() {
+        if let Some(what) = self.core.read_into(metadata.remote(), what, now, dest)? {
             self.core.receive.fits(len)?;
-            let slot = self.core.submit(what, None)?.wait()?;
+            let slot = self.core.submit(what, now, None)?.wait()?;
             self.copier.copy_slice(&slot, dest);
         }
         Ok(len)
@@ -171,7 +171,7 @@ impl Relay<Host> {
     /// [`Error::Stale`], [`Error::Rejected`], [`Error::Metadata`] and [`Error::Closed`], as in
     /// [`Self::get`].
     pub fn view(&self, metadata: &Metadata) -> Result<View> {
-        let what = self.what(metadata, self.core.times.read_timeout)?;
+        let (what, _) = self.what(metadata, self.core.times.read_timeout)?;
         self.core.view(what, metadata.tensor().clone(), self.view_limit)
     }
 }
@@ -388,7 +388,7 @@ impl<M: Memory> Relay<M> {
         let own = remote.identity.filter(|identity| self.core.is_own(identity.instance));
         let put = own.is_some_and(|own| self.core.end_put(own.id, Error::Aborted));
         let name = metadata.transfer_id();
-        let same = |what: &What| *what.name == *name && what.remote.peer == remote.peer;
+        let same = |what: &What| what.remote.name() == name && what.remote.peer == remote.peer;
         let gets = self.core.end_gets(|job, _| same(&job.what), || Error::Aborted);
         self.core.bell().ring();
         if !put && gets == 0 {
@@ -516,9 +516,8 @@ impl<M: Memory> Relay<M> {
         tensor.fits(slot.len())?;
         // What is copied to it is there before anybody can read it.
         slot.settle(|| deadline_after(Instant::now(), core.times.read_timeout))?;
-        let (offset, len, now) = (slot.offset(), slot.len(), Instant::now());
-        let lease_ends = deadline_after(now, self.lease);
-        let (publication, token) = core.publish(slot, lease_ends, now, request);
+        let (offset, len) = (slot.offset(), slot.len());
+        let (publication, token) = core.publish(slot, self.lease, request);
         let metadata = Metadata::of_put(Put {
             engine_id: Arc::clone(&core.engine_id),
             session_id: Arc::clone(&core.session_id),
@@ -544,10 +543,12 @@ impl<M: Memory> Relay<M> {
     ) -> Result<Token<Slot<M>>> {
         let _span = tracing::debug_span!("get", peer = metadata.session_id()).entered();
         self.core.receive.fits(metadata.size())?;
-        self.core.submit(self.what(metadata, timeout)?, request.map(Into::into))
+        let (what, now) = self.what(metadata, timeout)?;
+        self.core.submit(what, now, request.map(Into::into))
     }
 
-    fn what(&self, metadata: &Metadata, timeout: Duration) -> Result<What> {
+    /// What is to be read, and since when.
+    fn what(&self, metadata: &Metadata, timeout: Duration) -> Result<(What, Instant)> {
         self.core.check_open()?;
         if let Some(protocol) = metadata.protocol().filter(|other| *other != &*self.protocol) {
             return Err(Error::metadata(
@@ -555,14 +556,14 @@ impl<M: Memory> Relay<M> {
                 format!("the sender speaks {protocol:?} and this engine {:?}", self.protocol),
             ));
         }
-        let remote = metadata.remote().clone();
-        Ok(What {
-            peer: self.core.peers.at(&remote.peer),
-            name: Arc::clone(metadata.name()),
+        let now = Instant::now();
+        let what = What {
+            remote: Remote::of(metadata.described()),
+            peer: self.core.peers.at(&metadata.remote().peer),
             lease: metadata.lease().unwrap_or(self.lease).min(LONGEST_LEASE),
-            deadline: deadline_after(Instant::now(), timeout),
-            remote,
-        })
+            deadline: deadline_after(now, timeout),
+        };
+        Ok((what, now))
     }
 }
 

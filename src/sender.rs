@@ -16,7 +16,7 @@ use crate::{
     puts::Seen,
     sync::atomic::{Ordering, fence},
     token::{Completer, Token, Tokens},
-    wait::deadline_after,
+    wait::{deadline_after, nanos},
 };
 
 /// A wait for a slot that lasts this long is told once, with the holder.
@@ -70,8 +70,7 @@ impl<M: Memory> Core<M> {
     pub(crate) fn publish(
         &self,
         slot: Slot<M>,
-        lease_ends: Instant,
-        now: Instant,
+        lease: Duration,
         request: Option<&str>,
     ) -> (Publication, Token<Slot<M>>) {
         let index = slot.index();
@@ -79,12 +78,14 @@ impl<M: Memory> Core<M> {
         let identity = Identity { instance: self.ids.instance(), id };
         let publication = slot.publication(identity, self.ids.stamp(id), self.stamps.span(index));
         let (completer, token) = Tokens::make(&self.tokens);
-        let lease_ends = self.ticks(lease_ends);
+        let now = Instant::now();
+        let since = self.ticks(now);
+        let lease_ends = since.saturating_add(nanos(lease));
         let seen = Seen {
             id,
             quarantined: false,
             lease_ends,
-            since: self.ticks(now),
+            since,
             request: request.map_or(0, |request| self.ids.request(request)),
         };
         self.stamps.set(index, publication.stamp());
@@ -223,9 +224,9 @@ impl<M: Memory> Core<M> {
 
     /// The id in a transfer's name, if the name is one of ours.
     fn own_id(&self, name: &str) -> Option<TransferId> {
-        let (engine_id, id) = name.rsplit_once('_')?;
+        let id = name.strip_prefix(&*self.engine_id)?.strip_prefix('_')?;
         let id: TransferId = id.parse().ok()?;
-        (engine_id == &*self.engine_id && self.puts.has(id.slot)).then_some(id)
+        self.puts.has(id.slot).then_some(id)
     }
 
     /// Ends a put that the caller has claimed.

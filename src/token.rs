@@ -18,7 +18,8 @@
 
 use std::{
     fmt,
-    ptr::NonNull,
+    mem::ManuallyDrop,
+    ptr::{self, NonNull},
     sync::{Arc as StdArc, OnceLock, Weak},
     time::{Duration, Instant},
 };
@@ -146,8 +147,11 @@ impl<T: Send + 'static> Tokens<T> {
         cell.state.store(EMPTY, Ordering::Relaxed);
         cell.left.store(0, Ordering::Relaxed);
         cell.job.store(0, Ordering::Relaxed);
-        let end = || End { cell: NonNull::from(cell), home: Arc::clone(home) };
-        (Completer { end: Some(end()) }, Token { end: Some(end()) })
+        let home = ManuallyDrop::new(Arc::clone(home));
+        // SAFETY: a copy of the share that both ends have, and that is dropped once: by the last to leave.
+        let same = unsafe { ptr::read(&raw const home) };
+        let end = |home| End { cell: NonNull::from(cell), home };
+        (Completer { end: Some(end(home)) }, Token { end: Some(end(same)) })
     }
 
     fn cell(&self, index: u32) -> &Cell<T> {
@@ -242,17 +246,18 @@ impl<T> Cell<T> {
 /// One end: the cell, and what keeps it.
 struct End<T: Send + 'static> {
     cell: NonNull<Cell<T>>,
-    home: Arc<Tokens<T>>,
+    /// One share of it for both ends: a count less to be changed.
+    home: ManuallyDrop<Arc<Tokens<T>>>,
 }
 
-// SAFETY: an end is a reference to a cell, which is `Sync`, and a share of its home.
+// SAFETY: an end is a reference to a cell, which is `Sync`, and a part in a share of its home.
 unsafe impl<T: Send> Send for End<T> {}
 // SAFETY: as above.
 unsafe impl<T: Send> Sync for End<T> {}
 
 impl<T: Send + 'static> End<T> {
     fn cell(&self) -> &Cell<T> {
-        // SAFETY: `home` keeps its chunks, and this end has not left its cell.
+        // SAFETY: `home` keeps its chunks while one of its ends is there, and this one has not left.
         unsafe { self.cell.as_ref() }
     }
 
@@ -297,7 +302,10 @@ impl<T: Send + 'static> Drop for End<T> {
             // SAFETY: both ends have left, and `push` has not yet handed the cell on.
             let listener = self.cell().listener.with_mut(|slot| unsafe { (*slot).take() });
             self.home.push(self.cell());
-            drop((unclaimed, listener));
+            // SAFETY: the other end has left, and touches its copy of the share no more. Of this one it is
+            // the last use.
+            let home = unsafe { ManuallyDrop::take(&mut self.home) };
+            drop((unclaimed, listener, home));
         }
     }
 }

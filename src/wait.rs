@@ -72,6 +72,11 @@ pub(crate) fn deadline_after(now: Instant, time: Duration) -> Instant {
     now + time.min(CENTURY)
 }
 
+/// A time as a number of nanoseconds, or the highest number.
+pub(crate) fn nanos(time: Duration) -> u64 {
+    time.as_secs().saturating_mul(1_000_000_000).saturating_add(time.subsec_nanos().into())
+}
+
 /// How long a spin lasts before its thread sleeps: longer than a hop between two cores, shorter
 /// than what a sleeper's wake costs.
 const GRACE: Duration = Duration::from_micros(50);

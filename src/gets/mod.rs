@@ -10,6 +10,7 @@ mod turns;
 use std::{
     collections::VecDeque,
     mem,
+    ops::Deref,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -40,13 +41,41 @@ pub(crate) struct Job<M: Memory> {
 /// What is read, from whom, until when.
 #[derive(Clone)]
 pub(crate) struct What {
-    pub(crate) remote: RemoteBuffer,
-    /// The transfer's name, for the notification.
-    pub(crate) name: Arc<str>,
+    pub(crate) remote: Remote,
     /// How long the sender waits for it.
     pub(crate) lease: Duration,
     pub(crate) deadline: Instant,
     pub(crate) peer: Arc<Peer>,
+}
+
+/// What the metadata of a put says to who reads it.
+pub(crate) trait Described: Send + Sync {
+    fn remote(&self) -> &RemoteBuffer;
+
+    /// The transfer's name, for the notification.
+    fn name(&self) -> &str;
+}
+
+/// The same, shared with the metadata: a clone is one count and not one for each text.
+#[derive(Clone)]
+pub(crate) struct Remote(Arc<dyn Described>);
+
+impl Remote {
+    pub(crate) fn of(described: Arc<dyn Described>) -> Self {
+        Self(described)
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        self.0.name()
+    }
+}
+
+impl Deref for Remote {
+    type Target = RemoteBuffer;
+
+    fn deref(&self) -> &RemoteBuffer {
+        self.0.remote()
+    }
 }
 
 /// A get that the holder must read and finish.
@@ -156,7 +185,10 @@ impl<M: Memory> Gets<M> {
         table.queued += 1;
         table.order.push_back(handle);
         table.sweep();
-        if table.idle > 0 && !table.streak.stands_in() {
+        let wakes = table.idle > 0 && !table.streak.stands_in();
+        // Before the wake: who is woken would only wait for the lock, and we would wake it again.
+        drop(table);
+        if wakes {
             self.work.notify_one();
         }
         Ok(())

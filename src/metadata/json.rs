@@ -3,7 +3,7 @@
 //! Reading is one pass: a [`Walk`] takes the value of each key to its place in [`Raw`], and
 //! [`Raw::check`] makes metadata of that.
 
-use std::{cell::Cell, fmt, ops::RangeInclusive, str::FromStr, sync::Arc};
+use std::{cell::Cell, str::FromStr, sync::Arc};
 
 use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
@@ -12,12 +12,13 @@ use serde::{
 use serde_json::Value;
 
 use super::{
-    Inner, Metadata,
+    Inner, Metadata, VERSION,
     walk::{Entry, Object, Text, WHOLE, Walk},
 };
 use crate::{
     engine::{Identity, Instance, RemoteBuffer, Stamp, TransferId},
     error::{Error, Result},
+    identity::{Hex, hex},
     tensor::{DType, Tensor},
 };
 
@@ -29,13 +30,6 @@ const MAX_PROTOCOL: usize = 64;
 /// What the name of an abstract socket has at most.
 const MAX_SOCKET: usize = 107;
 const MAX_REASON: usize = 200;
-const VERSION: u64 = 1;
-
-impl fmt::Display for Metadata {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&serde_json::to_string(self).map_err(|_| fmt::Error)?)
-    }
-}
 
 impl Serialize for Metadata {
     fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
@@ -157,12 +151,12 @@ struct WireLocal<'a> {
     socket: &'a str,
 }
 
-fn as_text<S: Serializer>(value: &impl fmt::Display, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(value)
+fn as_text<S: Serializer>(value: &Instance, serializer: S) -> Result<S::Ok, S::Error> {
+    serializer.serialize_str(Hex::of(value.to_bytes()).as_str())
 }
 
 fn as_hex<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
-    serializer.collect_str(&format_args!("{value:016x}"))
+    serializer.serialize_str(Hex::of(value.to_be_bytes()).as_str())
 }
 
 fn as_pointer<S: Serializer>(value: &u64, serializer: S) -> Result<S::Ok, S::Error> {
@@ -283,10 +277,12 @@ impl RawRelay<'_> {
                               relay.slot and relay.generation";
                 Error::metadata("transfer_id", reason)
             })?;
-        let value = hex(&required(self.stamp, "stamp")?.0, 16..=16)
+        let value = required(self.stamp, "stamp")?.0;
+        let value = hex(value.as_bytes())
+            .filter(|_| value.len() == 16)
             .ok_or_else(|| Error::metadata("stamp", "not 16 lower-case hexadecimal digits"))?;
         let ptr = required(self.stamp_ptr, "stamp_ptr")?;
-        let ptr = ptr.0.strip_prefix("0x").and_then(|digits| hex(digits, 1..=16));
+        let ptr = ptr.0.strip_prefix("0x").and_then(|digits| hex(digits.as_bytes()));
         let ptr = ptr
             .filter(|&ptr| ptr != 0 && ptr.checked_add(8).is_some())
             .ok_or_else(|| Error::metadata("stamp_ptr", "not the \"0x…\" of eight bytes"))?;
@@ -313,7 +309,11 @@ fn printable<'a>(text: &'a Text<'_>, key: &'static str, max: usize) -> Result<&'
 
 /// Any words, but nothing that could forge a line of a log.
 fn named<'a>(text: &'a Text<'_>, key: &'static str) -> Result<&'a str> {
-    if text.0.contains(char::is_control) {
+    // Of ASCII alone, as it mostly is, there is no character to be taken apart.
+    let is_odd = |byte: u8| !(b' '..=b'~').contains(&byte);
+    if text.0.bytes().fold(false, |any, byte| any | is_odd(byte))
+        && text.0.contains(char::is_control)
+    {
         return Err(Error::metadata(key, "has a control character"));
     }
     bounded(text, key, MAX_NAME)
@@ -338,15 +338,6 @@ fn sized(size: u64, ptr: u64) -> Result<usize> {
         return Err(Error::metadata("buffer_ptr", format!("{size} bytes there would wrap")));
     }
     Ok(len)
-}
-
-fn hex(digits: &str, lengths: RangeInclusive<usize>) -> Option<u64> {
-    // `from_str_radix` alone would take a sign.
-    let fine = digits.bytes().all(|b| matches!(b, b'0'..=b'9' | b'a'..=b'f'));
-    if !fine || !lengths.contains(&digits.len()) {
-        return None;
-    }
-    u64::from_str_radix(digits, 16).ok()
 }
 
 /// A hostile text must not come back whole in an error.

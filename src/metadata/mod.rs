@@ -1,14 +1,17 @@
 //! What a sender tells a receiver of one put: JSON from outside, checked once, here.
 
 mod json;
+mod text;
 mod walk;
 
-use std::{fmt, fmt::Write, sync::Arc, time::Duration};
+use std::{fmt, sync::Arc, time::Duration};
 
 use arrayvec::ArrayString;
 
 use crate::{
     engine::{Identity, Instance, RemoteBuffer, Stamp},
+    gets::Described,
+    identity::Hex,
     tensor::Tensor,
 };
 
@@ -71,6 +74,9 @@ pub(crate) struct Put {
     pub(crate) tensor: Tensor,
 }
 
+/// Of the key `relay`.
+const VERSION: u64 = 1;
+
 /// The longest name of a transfer that we make; [`Notification`](crate::Notification) keeps as
 /// much without allocation.
 const MAX_NAME: usize = 127;
@@ -78,8 +84,10 @@ const MAX_NAME: usize = 127;
 impl Metadata {
     pub(crate) fn of_put(put: Put) -> Self {
         let mut transfer_id = ArrayString::<MAX_NAME>::new();
-        write!(transfer_id, "{}_{}", put.engine_id, put.identity.id)
-            .expect("an engine id of 94 bytes leaves room for 33");
+        let digits = Hex::of(put.identity.id.to_bytes());
+        for part in [&put.engine_id, "_", digits.as_str()] {
+            transfer_id.push_str(part); // an engine id of 94 bytes leaves room for 33
+        }
         Self(Arc::new(Inner {
             engine_id: Some(put.engine_id),
             protocol: Some(put.protocol),
@@ -164,14 +172,28 @@ impl Metadata {
         self.0.remote.identity.map(|identity| identity.instance)
     }
 
-    /// The transfer's name, to be kept.
-    pub(crate) fn name(&self) -> &Arc<str> {
-        &self.0.transfer_id
+    /// What a get needs of it, to be kept.
+    pub(crate) fn described(&self) -> Arc<dyn Described> {
+        Arc::<Inner>::clone(&self.0)
+    }
+
+    fn inner(&self) -> &Inner {
+        &self.0
     }
 
     /// What to read.
     pub(crate) fn remote(&self) -> &RemoteBuffer {
         &self.0.remote
+    }
+}
+
+impl Described for Inner {
+    fn remote(&self) -> &RemoteBuffer {
+        &self.remote
+    }
+
+    fn name(&self) -> &str {
+        &self.transfer_id
     }
 }
 

@@ -50,7 +50,7 @@ use self::{
     reader::{Reader, Readers},
     shelf::{Backing, Shelf},
     source::{Source, Told},
-    sources::Sources,
+    sources::{Known, Sources},
 };
 pub(super) use self::{
     door::{DOOR, Door},
@@ -65,6 +65,7 @@ use crate::{
         embedded::staging::{Landing, Stager},
     },
     error::{Error, Result},
+    identity::Hex,
     memory::{Copier, Device, PAGE, Span},
 };
 
@@ -230,7 +231,8 @@ impl Local {
     }
 
     pub(super) fn retract(&self, publication: &Publication) -> Retracted {
-        let Some(shelf) = self.shelf() else { return Retracted::Quiet };
+        let shelf = self.shelf.read();
+        let Some(shelf) = &*shelf else { return Retracted::Quiet };
         shelf.retire(publication);
         if self.readers.read(publication) { Retracted::Reading } else { Retracted::Quiet }
     }
@@ -447,11 +449,14 @@ impl Local {
     fn source(&self, remote: &RemoteBuffer, deadline: Instant) -> Option<Arc<Source>> {
         let instance = remote.identity?.instance;
         let at = remote.local.as_ref()?;
-        if let Some(source) = self.sources.met(&remote.peer, instance) {
-            return Some(source);
+        match self.sources.known(&remote.peer, instance) {
+            Known::Met(source) => return Some(source),
+            Known::Elsewhere => return None,
+            Known::Unsettled => {}
         }
         // No other socket than that relay's own, whatever the metadata says.
-        if self.bell_fd.is_none() || **at != *name(instance) {
+        let digits = Hex::of(instance.to_bytes());
+        if self.bell_fd.is_none() || at.strip_prefix(PREFIX) != Some(digits.as_str()) {
             return None;
         }
         self.sources.find(&remote.peer, instance, deadline, || {

@@ -4,7 +4,6 @@
 //! lines are in pages that only we can write.
 
 use std::{
-    hash::Hasher,
     io,
     os::fd::{AsFd, BorrowedFd, OwnedFd},
     sync::{
@@ -13,6 +12,7 @@ use std::{
     },
 };
 
+use crossbeam::utils::CachePadded;
 use rustix::{fs::fstat, mm::ProtFlags};
 use siphasher::sip::SipHasher24;
 
@@ -37,10 +37,11 @@ const LEN: usize = 16;
 /// nobody can tell the id from it. The secret is the hash's key, which it does not give away.
 pub(super) fn mark(identity: &Identity) -> u64 {
     let instance = u128::from_be_bytes(identity.instance.to_bytes());
-    let mut hasher = SipHasher24::new_with_keys(identity.id.random, instance as u64);
-    hasher.write_u64((instance >> 64) as u64);
-    hasher.write_u64(u64::from(identity.id.slot) << 32 | u64::from(identity.id.generation));
-    hasher.finish().max(1)
+    let put = u64::from(identity.id.slot) << 32 | u64::from(identity.id.generation);
+    let mut bytes = [0; 16];
+    bytes[..8].copy_from_slice(&((instance >> 64) as u64).to_le_bytes());
+    bytes[8..].copy_from_slice(&put.to_le_bytes());
+    SipHasher24::new_with_keys(identity.id.random, instance as u64).hash(&bytes).max(1)
 }
 
 /// Our slots.
@@ -51,6 +52,8 @@ pub(super) struct Shelf {
     pub(super) backing: Backing,
     pub(super) lines: Pages,
     pub(super) lines_fd: OwnedFd,
+    /// The secret of the put that was on each line last, so that its mark need not be made again.
+    secrets: Box<[CachePadded<AtomicU64>]>,
 }
 
 /// How others come by the bytes.
@@ -73,7 +76,8 @@ impl Shelf {
             return Err(io::ErrorKind::InvalidInput.into());
         }
         let (lines, lines_fd) = Pages::make("mooncake-relay-shelf", slots as usize * LINE, OWNED)?;
-        Ok(Self { span, slots, backing, lines, lines_fd })
+        let secrets = (0..slots).map(|_| CachePadded::default()).collect();
+        Ok(Self { span, slots, backing, lines, lines_fd, secrets })
     }
 
     /// Puts a publication on the shelf, if it lies in our slots.
@@ -82,7 +86,9 @@ impl Shelf {
         let addr = publication.span().addr();
         if publication.slot() < self.slots && self.span.contains(addr, len) {
             let line = publication.slot() as usize * LINE;
-            // Relaxed: they come before the mark, which readers look at first.
+            let secret = &self.secrets[publication.slot() as usize];
+            // Relaxed: they come before the mark, which readers look at first, and `retire` too.
+            secret.store(publication.identity().id.random, Ordering::Relaxed);
             self.lines.word(line + ADDR).store(addr, Ordering::Relaxed);
             self.lines.word(line + LEN).store(len as u64, Ordering::Relaxed);
             words::publish(self.lines.word(line + MARK), mark(&publication.identity()));
@@ -92,8 +98,12 @@ impl Shelf {
     /// Takes it off again, if it is still there.
     pub(super) fn retire(&self, publication: &Publication) {
         if publication.slot() < self.slots {
-            let line = publication.slot() as usize * LINE;
-            words::retire(self.lines.word(line + MARK), mark(&publication.identity()));
+            let word = self.lines.word(publication.slot() as usize * LINE + MARK);
+            // Acquire: pairs with `publish`. Of another put's mark that one's secret is seen.
+            let now = word.load(Ordering::Acquire);
+            let secret = self.secrets[publication.slot() as usize].load(Ordering::Relaxed);
+            let is_it = secret == publication.identity().id.random;
+            words::retire(word, if is_it { now } else { mark(&publication.identity()) });
         }
     }
 

@@ -11,7 +11,7 @@
 use std::{
     collections::HashMap,
     mem,
-    sync::{Arc, Weak},
+    sync::{Arc, OnceLock, Weak},
     time::{Duration, Instant},
 };
 
@@ -37,6 +37,8 @@ pub(super) struct Sources {
 struct Entry {
     session: Arc<str>,
     instance: Instance,
+    /// Of row Met, which no entry leaves: read without the lock.
+    met: OnceLock<Arc<Source>>,
     state: Mutex<State>,
     settled: Condvar,
 }
@@ -45,8 +47,18 @@ struct Entry {
 enum State {
     Unmet,
     Meeting,
-    Met(Arc<Source>),
+    Met,
     Refused(Instant),
+}
+
+/// What is known of a peer without a meeting.
+#[derive(Debug)]
+pub(super) enum Known {
+    Met(Arc<Source>),
+    /// It is reached by TCP for now.
+    Elsewhere,
+    /// Ask [`Sources::find`].
+    Unsettled,
 }
 
 /// Why a meeting came to nothing.
@@ -65,16 +77,21 @@ impl Default for Sources {
 }
 
 impl Sources {
-    /// The source of that name, if it was met.
-    pub(super) fn met(&self, session: &str, instance: Instance) -> Option<Arc<Source>> {
+    /// What is known of the peer of that name. It takes no lock alone, and makes nothing.
+    pub(super) fn known(&self, session: &str, instance: Instance) -> Known {
         let bucket = self.bucket(session).read();
-        let mut of_session = bucket.iter().filter(|entry| *entry.session == *session);
-        let first = of_session.next()?;
+        let first = bucket.iter().find(|entry| *entry.session == *session);
         // Notes of this session go to whom we read from last, who must be first.
-        if first.instance != instance {
-            return None;
+        let Some(first) = first.filter(|first| first.instance == instance) else {
+            return Known::Unsettled;
+        };
+        match first.met.get() {
+            Some(source) if !source.is_gone() => Known::Met(Arc::clone(source)),
+            // Kept until the server's thread has met the end of its socket, and told of it.
+            Some(_) => Known::Elsewhere,
+            None if first.is_refused() => Known::Elsewhere,
+            None => Known::Unsettled,
         }
-        first.source()
     }
 
     /// The source that notes for `session` go to.
@@ -96,9 +113,7 @@ impl Sources {
         let mut state = entry.state.lock();
         loop {
             match &*state {
-                State::Met(source) if !source.is_gone() => return Some(Arc::clone(source)),
-                // Kept until the server's thread has met the end of its socket, and told of it.
-                State::Met(_) => return None,
+                State::Met => return entry.source(),
                 State::Refused(until) if Instant::now() < *until => return None,
                 State::Refused(_) | State::Unmet => break,
                 State::Meeting => {
@@ -113,7 +128,11 @@ impl Sources {
         let met = meet();
         let mut state = entry.state.lock();
         let (next, source) = match met {
-            Ok(source) => (State::Met(Arc::clone(&source)), Some(source)),
+            Ok(source) => {
+                let first = entry.met.set(Arc::clone(&source)).is_ok();
+                debug_assert!(first, "an entry is met once");
+                (State::Met, Some(source))
+            }
             Err(Missed::Refused) => (State::Refused(Instant::now() + REFUSED), None),
             Err(Missed::NoTime) => (State::Unmet, None),
         };
@@ -135,10 +154,8 @@ impl Sources {
 
     /// Forgets a source that is gone; the next get tries to meet it again.
     pub(super) fn forget(&self, source: &Source) {
-        self.bucket(&source.session).write().retain(|entry| {
-            let state = entry.state.lock();
-            !matches!(&*state, State::Met(met) if std::ptr::eq(&**met, source))
-        });
+        let is_it = |entry: &Entry| entry.met.get().is_some_and(|met| std::ptr::eq(&**met, source));
+        self.bucket(&source.session).write().retain(|entry| !is_it(entry));
     }
 
     /// Leaves all of them.
@@ -196,7 +213,8 @@ impl Sources {
                     bucket.remove(last);
                 }
                 let (state, settled) = (Mutex::new(State::Unmet), Condvar::new());
-                Arc::new(Entry { session: Arc::clone(session), instance, state, settled })
+                let (session, met) = (Arc::clone(session), OnceLock::new());
+                Arc::new(Entry { session, instance, met, state, settled })
             }
         };
         bucket.insert(0, Arc::clone(&entry));
@@ -214,10 +232,12 @@ impl Sources {
 
 impl Entry {
     fn source(&self) -> Option<Arc<Source>> {
-        match &*self.state.lock() {
-            State::Met(source) if !source.is_gone() => Some(Arc::clone(source)),
-            _ => None,
-        }
+        // Kept when it is gone until the server's thread has met the end of its socket, and told of it.
+        self.met.get().filter(|source| !source.is_gone()).cloned()
+    }
+
+    fn is_refused(&self) -> bool {
+        matches!(&*self.state.lock(), State::Refused(until) if Instant::now() < *until)
     }
 }
 
