@@ -53,6 +53,7 @@ install_packages() {
     missing="$missing $(lacks $libraries $adapter)"
     if ! command -v g++ >/dev/null; then missing="$missing g++"; fi
     if ! command -v ip >/dev/null; then missing="$missing iproute2"; fi
+    if ! command -v valgrind >/dev/null; then missing="$missing valgrind"; fi
     missing=$(echo $missing)
     if [ -z "$missing" ]; then return; fi
     if [ "$(id -u)" -ne 0 ] || ! command -v apt-get >/dev/null; then
