@@ -115,7 +115,7 @@ for name, bytes_ in {"done": DONE + BODY, "refused": REFUSED, "gone": GONE, "oth
         for descriptor in (1, 2, 6):
             seed("client", f"{name}_{what}_{descriptor}", struct.pack("<BBH", what, descriptor, 0), bytes_)
 
-MAGIC = b"mnckrly\n" + struct.pack("<I", 1)
+MAGIC = b"mnckrly2" + struct.pack("<I", 1)
 answer = MAGIC + OWNER + struct.pack("<IQQQ", 2, 0x7000, 8192, 8192)
 for kind in (0xFF, 0x08, 0x00, 0x01, 0x02, 0x03, 0x1B, 0x50):
     seed("meeting", f"answer_{kind:02x}", bytes([kind & 0xEF if kind == 0xFF else kind]), answer, b"127.0.0.1:1")

@@ -5,6 +5,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crossbeam::utils::CachePadded;
 use parking_lot::Mutex;
 
 use crate::{
@@ -14,7 +15,7 @@ use crate::{
     error::{Error, Result},
     gets::Gets,
     ids::Ids,
-    memory::{Host, Memory, Span},
+    memory::{Host, Memory, PAIR, Span},
     peers::Peers,
     pool::{Pool, Slot, Stamps},
     process,
@@ -41,8 +42,9 @@ pub(crate) struct Core<M: Memory> {
     pub(crate) peers: Peers,
     pub(crate) tokens: Arc<Tokens<Slot<M>>>,
     pub(crate) counters: Counting,
-    /// How many looks at the engine have ended; counted by whoever holds `driving`.
-    pub(crate) looks: AtomicU64,
+    /// How many looks at the engine have ended; counted by whoever holds `driving`. Each look writes it,
+    /// so it shares no line with what other threads read.
+    pub(crate) looks: CachePadded<AtomicU64>,
     /// How many looks at the engine have failed in a row, and why the last did.
     pub(crate) failing_polls: AtomicU32,
     pub(crate) poll_failure: Mutex<Option<String>>,
@@ -50,9 +52,9 @@ pub(crate) struct Core<M: Memory> {
     pub(crate) knows_no_slots: AtomicBool,
     pub(crate) times: Times,
     /// Held by the one thread that polls the engine.
-    pub(crate) driving: Mutex<()>,
+    pub(crate) driving: CachePadded<Mutex<()>>,
     /// How many callers drive, or would: the notifier stands back for them.
-    pub(crate) drivers: AtomicU32,
+    pub(crate) drivers: CachePadded<AtomicU32>,
     /// Rung by ourselves only; the engine's own is used where it has one.
     pub(crate) own_bell: Doorbell,
     pub(crate) wait: WaitStrategy,
@@ -61,9 +63,9 @@ pub(crate) struct Core<M: Memory> {
     state: AtomicU8,
     clock: Instant,
     /// When the next lease or deadline ends, on `clock`.
-    pub(crate) next_timer: AtomicU64,
+    pub(crate) next_timer: CachePadded<AtomicU64>,
     /// Until when the notifier sleeps, on `clock`.
-    pub(crate) notifier_sleeps: AtomicU64,
+    pub(crate) notifier_sleeps: CachePadded<AtomicU64>,
 }
 
 /// The limits of the configuration.
@@ -116,20 +118,20 @@ impl<M: Memory> Core<M> {
             peers: Peers::default(),
             tokens: Tokens::new(),
             counters: Counting::default(),
-            looks: AtomicU64::new(0),
+            looks: CachePadded::default(),
             failing_polls: AtomicU32::new(0),
             knows_no_slots: AtomicBool::new(false),
             poll_failure: Mutex::default(),
             times: parts.times,
-            driving: Mutex::default(),
-            drivers: AtomicU32::new(0),
+            driving: CachePadded::default(),
+            drivers: CachePadded::default(),
             own_bell: Doorbell::new(),
             wait: parts.wait,
             cores: parts.cores,
             state: AtomicU8::new(State::Open as u8),
             clock: Instant::now(),
-            next_timer: AtomicU64::new(u64::MAX),
-            notifier_sleeps: AtomicU64::new(0),
+            next_timer: CachePadded::new(AtomicU64::new(u64::MAX)),
+            notifier_sleeps: CachePadded::default(),
         });
         let driver = Arc::downgrade(&core);
         core.tokens.drive_by(driver);
@@ -234,6 +236,32 @@ impl<M: Memory> Core<M> {
         }
     }
 }
+
+// What one thread writes while others read is on lines of its own.
+#[cfg(any(target_arch = "x86_64", target_arch = "aarch64"))]
+const _: () = {
+    use std::mem::offset_of;
+
+    type Any = Core<Host>;
+    let places = [
+        offset_of!(Any, looks),
+        offset_of!(Any, driving),
+        offset_of!(Any, drivers),
+        offset_of!(Any, next_timer),
+        offset_of!(Any, notifier_sleeps),
+        offset_of!(Any, state),
+    ];
+    let mut n = 0;
+    while n < places.len() {
+        let mut other = n + 1;
+        while other < places.len() {
+            assert!(places[n] / PAIR != places[other] / PAIR);
+            other += 1;
+        }
+        n += 1;
+    }
+    assert!(size_of::<crate::counters::Counter>().is_multiple_of(PAIR));
+};
 
 /// About a hundred years, in nanoseconds: further than any deadline of ours.
 const FAR: u64 = 100 * 365 * 24 * 3600 * 1_000_000_000;

@@ -1,5 +1,6 @@
 //! What a relay counts.
 
+use crossbeam::utils::CachePadded;
 use serde::Serialize;
 
 use crate::sync::atomic::{AtomicU64, Ordering};
@@ -98,9 +99,9 @@ counters! {
     buffers_kept,
 }
 
-/// One counter.
+/// One counter, on lines of its own: who puts, who gets and who polls are different threads.
 #[derive(Debug, Default)]
-pub(crate) struct Counter(AtomicU64);
+pub(crate) struct Counter(CachePadded<AtomicU64>);
 
 impl Counter {
     pub(crate) fn add(&self, n: u64) {

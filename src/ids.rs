@@ -1,5 +1,6 @@
 //! Where names come from: one key of the system's, then no system call per put.
 
+use crossbeam::utils::CachePadded;
 use siphasher::sip::SipHasher24;
 
 use crate::{
@@ -14,7 +15,8 @@ pub(crate) struct Ids {
     ids: Key,
     stamps: Key,
     requests: Key,
-    puts: AtomicU64,
+    /// On lines of its own: the keys are read by whoever puts.
+    puts: CachePadded<AtomicU64>,
 }
 
 type Key = [u8; 16];
@@ -33,7 +35,7 @@ impl Ids {
             ids: draw()?,
             stamps: draw()?,
             requests: draw()?,
-            puts: AtomicU64::new(0),
+            puts: CachePadded::default(),
         })
     }
 

@@ -312,8 +312,10 @@ impl<M: Memory> Driver for Core<M> {
         // Another thread reads it, or no slot is free: looking on costs less than sleeping.
         self.gets.hurry();
         let mut idle = self.idle();
+        let mut looks = 0_u32;
         while !done() && !idle.pause() {
-            if until.is_some_and(|until| until <= Instant::now()) {
+            looks = looks.wrapping_add(1);
+            if looks.is_multiple_of(LOOKS) && until.is_some_and(|until| until <= Instant::now()) {
                 return;
             }
         }

@@ -24,6 +24,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crossbeam::utils::CachePadded;
 use parking_lot::Mutex;
 
 #[cfg(not(loom))]
@@ -99,7 +100,7 @@ pub struct Completion<T> {
 pub struct Tokens<T> {
     /// `tag << 32 | top` of the free cells; the tag changes on every exchange, so that a stale
     /// `top` cannot win.
-    free: AtomicU64,
+    free: CachePadded<AtomicU64>,
     /// Chunk `n` holds `FIRST << n` cells; made when needed, never moved or dropped before `self`.
     chunks: [OnceLock<Box<[Cell<T>]>>; CHUNKS],
     growing: Mutex<usize>,
@@ -117,7 +118,7 @@ impl<T: Send + 'static> Tokens<T> {
     /// Makes the first cells.
     pub fn new() -> Arc<Self> {
         let tokens = Self {
-            free: AtomicU64::new(u64::from(BOTTOM)),
+            free: CachePadded::new(AtomicU64::new(u64::from(BOTTOM))),
             chunks: [const { OnceLock::new() }; CHUNKS],
             growing: Mutex::new(0),
             #[cfg(not(loom))]

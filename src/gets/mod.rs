@@ -15,6 +15,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crossbeam::utils::CachePadded;
 use parking_lot::{Condvar, Mutex};
 
 pub(crate) use self::turns::{Tell, Work};
@@ -100,7 +101,8 @@ impl Handle {
 }
 
 pub(crate) struct Gets<M: Memory> {
-    table: Mutex<Table<M>>,
+    /// On lines of its own: the notifier looks at what is below whenever it passes.
+    table: CachePadded<Mutex<Table<M>>>,
     work: Condvar,
     receive: Arc<Pool<M>>,
     most_queued: usize,
@@ -162,7 +164,7 @@ impl<M: Memory> Gets<M> {
             closed: false,
         };
         Self {
-            table: Mutex::new(table),
+            table: CachePadded::new(Mutex::new(table)),
             work: Condvar::new(),
             receive,
             most_queued,

@@ -26,6 +26,9 @@ use crate::error::Result;
 
 /// The size of a page.
 pub(crate) const PAGE: usize = 4096;
+/// Two cache lines, which processors fetch together: what different threads write lies so far apart, or
+/// each would slow the other down.
+pub(crate) const PAIR: usize = 128;
 
 /// One contiguous stretch of memory, of which a relay's slots are made. Sealed: the crate knows every
 /// kind, which are [`Host`] and, with the feature `cuda`, `Cuda`.

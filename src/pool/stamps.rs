@@ -4,17 +4,17 @@ use std::ptr::NonNull;
 
 use crate::{
     error::Result,
-    memory::{Host, Memory, Purpose, Span},
+    memory::{Host, Memory, PAIR, Purpose, Span},
     sync::atomic::{AtomicU64, Ordering},
 };
 
-/// One stamp for each slot, each on a cache line of its own.
+/// One stamp for each slot, each on a pair of cache lines of its own.
 pub(crate) struct Stamps {
     memory: Host,
     count: u32,
 }
 
-const STRIDE: usize = 64;
+const STRIDE: usize = PAIR;
 /// What a stamp holds while nothing is published.
 const RETIRED: u64 = 0;
 

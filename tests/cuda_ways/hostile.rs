@@ -54,7 +54,8 @@ impl Said {
     }
 
     fn fds(&self) -> Vec<OwnedFd> {
-        let region = (192 + u64::from(self.slots.min(4)) * 64).next_multiple_of(4096) + (64 << 10);
+        let region =
+            (3 * 128 + u64::from(self.slots.min(4)) * 128).next_multiple_of(4096) + (64 << 10);
         let mut fds = vec![memory(self.lines.0, self.lines.1), memory(4096, FIXED)];
         fds.push(memory(region, FIXED));
         fds.push(memory(4096, FIXED));

@@ -22,18 +22,18 @@ use rustix::{
     },
 };
 
-pub(crate) const TAIL: usize = 64;
+pub(crate) const TAIL: usize = 128;
 pub(crate) const HEAD: usize = 0;
-pub(crate) const MAGIC: &[u8; 8] = b"mnckrly\n";
+pub(crate) const MAGIC: &[u8; 8] = b"mnckrly2";
 
 /// Where the pin of a slot is.
 pub(crate) fn pin_of(slot: u32) -> usize {
-    192 + slot as usize * 64
+    3 * 128 + slot as usize * 128
 }
 
 /// Where the ring of a region for `slots` slots is; it has 64 KiB.
 pub(crate) fn ring_of(slots: usize) -> usize {
-    (192 + slots * 64).next_multiple_of(4096)
+    (3 * 128 + slots * 128).next_multiple_of(4096)
 }
 
 pub(crate) fn socket_of(instance: Instance) -> String {

@@ -23,6 +23,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crossbeam::utils::CachePadded;
 use parking_lot::{Mutex, RwLock};
 use tracing::error;
 
@@ -142,7 +143,7 @@ impl EmbeddedEngine {
             exports: Arc::default(),
             inbox: Inbox::new(builder.queued_notes, Arc::clone(local.bell())),
             local,
-            spans: Mutex::default(),
+            spans: CachePadded::default(),
             counters: Counters::default(),
             failed: AtomicBool::new(false),
         });
@@ -527,7 +528,8 @@ struct Shared {
     exports: Arc<Exports>,
     inbox: Inbox,
     local: Local,
-    spans: Mutex<Vec<(Span, Access)>>,
+    /// Locked by each put.
+    spans: CachePadded<Mutex<Vec<(Span, Access)>>>,
     counters: Counters,
     /// The server's thread has ended, and nobody stopped it.
     failed: AtomicBool,

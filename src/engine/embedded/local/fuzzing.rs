@@ -25,7 +25,7 @@ use crate::{
     engine::{
         Identity, Instance, Notification, Publication, RemoteBuffer, Retracted, TransferId, Viewed,
     },
-    memory::{Copier, PAGE, Span},
+    memory::{Copier, PAGE, PAIR, Span},
     words,
 };
 
@@ -195,7 +195,7 @@ impl Play {
         let near = self.pages.shelf.span.addr();
         let value = input.word();
         let value = if which == 1 && value & 1 == 0 { near.wrapping_add(value) } else { value };
-        self.pages.shelf.lines.word(slot * 64 + which * 8).store(value, Ordering::Relaxed);
+        self.pages.shelf.lines.word(slot * PAIR + which * 8).store(value, Ordering::Relaxed);
     }
 
     fn publish(&mut self, slot: usize) {

@@ -40,6 +40,7 @@ use std::{
     time::{Duration, Instant},
 };
 
+use crossbeam::utils::CachePadded;
 use mio::Registry;
 use parking_lot::{Condvar, Mutex, RwLock};
 use tracing::{debug, info};
@@ -98,7 +99,7 @@ pub(super) struct Local {
     /// Sources that have gone since the last poll.
     gone: Mutex<Vec<Instance>>,
     any_gone: AtomicBool,
-    counters: Counters,
+    counters: CachePadded<Counters>,
     /// For what is large.
     copier: Arc<Copier>,
     /// How long meeting a peer may take.
@@ -148,7 +149,7 @@ impl Local {
             next: AtomicUsize::new(0),
             gone: Mutex::default(),
             any_gone: AtomicBool::new(false),
-            counters: Counters::default(),
+            counters: CachePadded::default(),
             copier: Arc::new(Copier::new(affinity::allowed().len())),
             patience,
         }
@@ -386,7 +387,7 @@ impl Local {
     }
 
     pub(super) fn counters(&self, each: &mut dyn FnMut(&'static str, u64)) {
-        let Counters { reads, ipc, ipc_refused, bytes, notes } = &self.counters;
+        let Counters { reads, ipc, ipc_refused, bytes, notes } = &*self.counters;
         each("reads_local", reads.load(Ordering::Relaxed));
         each("reads_ipc", ipc.load(Ordering::Relaxed));
         each("ipc_refused", ipc_refused.load(Ordering::Relaxed));

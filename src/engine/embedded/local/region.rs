@@ -21,10 +21,10 @@ use std::{
 use rustix::mm::ProtFlags;
 
 use super::page::{FIXED, Pages};
-use crate::memory::PAGE;
+use crate::memory::{PAGE, PAIR};
 
-/// Words that one process writes and the other reads are a cache line apart.
-const LINE: usize = 64;
+/// Words that one process writes and the other reads are a pair of cache lines apart.
+const LINE: usize = PAIR;
 const HEAD: usize = 0;
 const TAIL: usize = LINE;
 const ATTACHED: usize = TAIL + 8;
@@ -34,6 +34,15 @@ const PINS: usize = 3 * LINE;
 pub(super) const RING: usize = 64 << 10;
 /// The most slots that can be pinned: what a relay has at most.
 pub(super) const MOST_SLOTS: u32 = 65_536;
+
+// The owner writes the first and the third, the reader the second and each pin.
+const _: () = assert!(
+    TAIL / PAIR > HEAD / PAIR
+        && TAIL / PAIR == ATTACHED / PAIR
+        && CLOSED / PAIR > ATTACHED / PAIR
+        && PINS / PAIR > CLOSED / PAIR
+        && LINE.is_multiple_of(PAIR)
+);
 
 #[derive(Debug)]
 pub(super) struct Region {

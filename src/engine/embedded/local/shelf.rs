@@ -1,6 +1,6 @@
 //! What this relay lends to readers on its own host, and what is published of it at this moment.
 //!
-//! Of each slot a line of 64 bytes says the mark of the put, or 0, and where its bytes lie. The
+//! Of each slot a line of 128 bytes says the mark of the put, or 0, and where its bytes lie. The
 //! lines are in pages that only we can write.
 
 use std::{
@@ -24,11 +24,11 @@ use super::{
 };
 use crate::{
     engine::{Identity, Publication, embedded::staging::Stager},
-    memory::{IpcMemory, PAGE, Span},
+    memory::{IpcMemory, PAGE, PAIR, Span},
     words,
 };
 
-const LINE: usize = 64;
+const LINE: usize = PAIR;
 const MARK: usize = 0;
 const ADDR: usize = 8;
 const LEN: usize = 16;

@@ -32,6 +32,8 @@ use crate::{
 
 /// How much is copied between two looks at whether the read is still wanted.
 const PIECE: usize = 16 << 20;
+/// How many looks at a full ring go by between two at the clock.
+const LOOKS: u32 = 64;
 /// How long a full ring is watched before its writer sleeps between looks.
 const WATCH: Duration = Duration::from_micros(50);
 const NAP: Duration = Duration::from_micros(100);
@@ -57,7 +59,8 @@ pub(super) struct Source {
     gone: AtomicBool,
     /// Open for as long as it lives.
     socket: Arc<OwnedFd>,
-    writer: Mutex<Writer>,
+    /// On lines of its own: other threads read meanwhile.
+    writer: CachePadded<Mutex<Writer>>,
     copier: Arc<Copier>,
 }
 
@@ -92,7 +95,7 @@ impl Source {
         copier: Arc<Copier>,
     ) -> Self {
         let lanes = (0..lent.slots()).map(|_| CachePadded::default()).collect();
-        let (gone, writer) = (AtomicBool::new(false), Mutex::default());
+        let (gone, writer) = (AtomicBool::new(false), CachePadded::default());
         Self { session, instance, lent, region, bell, lanes, gone, socket, writer, copier }
     }
 
@@ -221,6 +224,7 @@ impl Source {
 
     fn wait_for(&self, writer: &mut Writer, needed: u64, deadline: Instant) -> Told {
         let mut began = None;
+        let mut looks = 0_u32;
         loop {
             if self.is_gone() {
                 return Told::Elsewhere;
@@ -238,6 +242,11 @@ impl Source {
                 writer.head = head;
                 continue;
             }
+            looks = looks.wrapping_add(1);
+            if began.is_some() && !looks.is_multiple_of(LOOKS) {
+                hint::spin_loop();
+                continue;
+            }
             let now = Instant::now();
             if now >= deadline {
                 return Told::Full;
@@ -246,6 +255,7 @@ impl Source {
                 hint::spin_loop();
             } else {
                 thread::sleep(NAP);
+                looks = LOOKS - 1; // the next look is at the clock as well
             }
         }
     }
