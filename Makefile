@@ -62,9 +62,12 @@ fmt:
 lint:
 	$(call stage,formatting)
 	$(CARGO) fmt --all --check
+	$(CARGO) fmt --manifest-path benches/counts/Cargo.toml --check
 	$(call stage,clippy)
 	$(CARGO) clippy --all-targets --all-features -- -D warnings
 	$(CARGO) clippy --test interop_all --all-features -- -D warnings
+	CARGO_TARGET_DIR=$${CARGO_TARGET_DIR:-$(CURDIR)/target} \
+		$(CARGO) clippy --manifest-path benches/counts/Cargo.toml -- -D warnings
 	$(CARGO) clippy --lib --no-default-features -- -D warnings
 	$(CARGO) clippy --lib --no-default-features --features cuda -- -D warnings
 	$(call stage,documentation)
@@ -178,16 +181,18 @@ cuda-device:
 	done
 	@echo 'built: sh tests/cuda-device.sh, here or where target/cuda-device and it are taken to'
 
+# In the folder that tests/counts.rs builds it in.
 counts:
 	@command -v valgrind >/dev/null || \
 		{ echo 'valgrind is missing: apt-get install valgrind (Debian, Ubuntu)' >&2; exit 1; }
-	$(CARGO) bench --all-features --bench counts
+	CARGO_TARGET_DIR=$${CARGO_TARGET_DIR:-$(CURDIR)/target}/counts \
+		$(CARGO) run --release --manifest-path benches/counts/Cargo.toml
 
 wheel:
 	sh tests/setup.sh
 
-# The real engine for the Python peer, and iproute2 for tests in network namespaces. Never fails:
-# such tests skip aloud without them, and fail where CI is set.
+# The real engine for the Python peer, iproute2 for tests in network namespaces, valgrind for the one
+# that counts instructions. Never fails: such tests skip aloud without them, and fail where CI is set.
 packages:
 	$(call stage,what the tests want beyond Rust)
 	-sh tests/setup.sh --packages

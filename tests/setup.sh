@@ -1,6 +1,6 @@
 #!/bin/sh
-# Sets up what tests want beyond Rust: the real Mooncake engine for tests/mooncake_peer.py, and `ip`
-# for network namespaces. Prints the Python that runs the engine.
+# Sets up what tests want beyond Rust: the real Mooncake engine for tests/mooncake_peer.py, `ip` for
+# network namespaces, valgrind to count instructions. Prints the Python that runs the engine.
 #
 #   tests/setup.sh              installs the engine's wheel under target/, if it is not there
 #   tests/setup.sh 0.3.12.post1 the wheel of that version, in a folder of its own

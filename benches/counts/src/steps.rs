@@ -1,6 +1,6 @@
 //! The steps of a transfer, each of which callgrind counts by itself.
 //!
-//! Whoever has this file runs itself under callgrind, once, with an argument for [`run_if_asked`].
+//! The program runs itself under callgrind, once, with an argument for [`run_if_asked`].
 //! Callgrind counts only inside of the functions `counted_…`, hence only the calling thread; both
 //! relays are in one process, so there is no kernel in it. The engine is polled by the calling thread
 //! alone: what a notification takes there is counted whole, and waking a notifier that sleeps, which is
