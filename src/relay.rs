@@ -219,6 +219,7 @@ impl<M: Memory> Relay<M> {
         if config.lock_memory {
             lock(&core.host_spans())?;
         }
+        engine.waits(core.wait);
         engine.start(&core.ids.instance())?;
         // From here on dropping the relay undoes what was done.
         let relay = Self {

@@ -17,7 +17,8 @@ use serde::{Deserialize, Serialize};
 use crate::error::{Error, Result};
 
 /// What whoever waits does with its core until something happens: the notifier, and callers in
-/// `wait`, `wait_timeout` and `acquire`. Transfer threads always sleep. What each costs is in
+/// `wait`, `wait_timeout` and `acquire`. Transfer threads always sleep while they have nothing to do; what the
+/// embedded engine does over TCP follows it too. What each costs is in
 /// [`guide::settings`](crate::guide::settings). Prints, and is parsed, in lower case.
 ///
 /// ```
@@ -83,6 +84,8 @@ const GRACE: Duration = Duration::from_micros(50);
 
 /// How many looks go by between two looks at the clock.
 const LOOKS: u32 = 64;
+/// The same where each is a system call.
+const CALLS: u32 = 1;
 
 /// A yield that takes so long has given the core to a stranger, for a whole slice.
 const STRANGER: Duration = Duration::from_micros(100);
@@ -90,21 +93,23 @@ const STRANGER: Duration = Duration::from_micros(100);
 /// For how long nobody in this process yields after that.
 const SHUN: Duration = Duration::from_millis(100);
 
-/// Yields, unless strangers have taken the core for long just before.
-fn offer_core() {
+/// Yields, unless strangers have taken the core for long just before. False: they have.
+fn offer_core() -> bool {
     static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
     /// In nanoseconds since then. Publishes nothing: who reads an older value yields once more.
     static SHUNNED_UNTIL: AtomicU64 = AtomicU64::new(0);
     let since = |at: Instant| at.duration_since(*BEGIN).as_nanos() as u64;
     let before = Instant::now();
     if since(before) < SHUNNED_UNTIL.load(Ordering::Relaxed) {
-        return;
+        return false;
     }
     thread::yield_now();
     let after = Instant::now();
-    if after - before > STRANGER {
+    let ours = after - before <= STRANGER;
+    if !ours {
         SHUNNED_UNTIL.store(since(after + SHUN), Ordering::Relaxed);
     }
+    ours
 }
 
 /// One stretch of having nothing to do.
@@ -113,6 +118,8 @@ pub(crate) struct Idle {
     strategy: WaitStrategy,
     /// Whether somebody else may need this core in order to give us work.
     alone: bool,
+    /// Whether each look is a system call.
+    calls: bool,
     looks: u32,
     since: Option<Instant>,
 }
@@ -120,7 +127,14 @@ pub(crate) struct Idle {
 impl Idle {
     /// `cores` is how many processors this process may use.
     pub(crate) fn new(strategy: WaitStrategy, cores: usize) -> Self {
-        Self { strategy, alone: cores < 2, looks: 0, since: None }
+        Self { strategy, alone: cores < 2, calls: false, looks: 0, since: None }
+    }
+
+    /// Of a thread each of whose looks is a system call: it offers its core more often, and sleeps at once
+    /// where strangers have it, since whoever wakes it takes it from them.
+    #[cfg(all(feature = "embedded", not(loom)))]
+    pub(crate) fn of_calls(strategy: WaitStrategy, cores: usize) -> Self {
+        Self { calls: true, ..Self::new(strategy, cores) }
     }
 
     /// There was something to do.
@@ -141,13 +155,14 @@ impl Idle {
             WaitStrategy::Auto => {
                 spin_loop();
                 self.looks = self.looks.wrapping_add(1);
-                if !self.looks.is_multiple_of(LOOKS) {
+                let period = if self.calls { CALLS } else { LOOKS };
+                if !self.looks.is_multiple_of(period) {
                     return false;
                 }
                 // The system may have put whom we wait for on this very core: without this it would
                 // run only when the grace is over, and each hop would last that long.
-                offer_core();
-                return self.grace_is_over();
+                let ours = offer_core();
+                return self.grace_is_over() || self.calls && !ours;
             }
         }
         false

@@ -102,6 +102,7 @@ macro_rules! __with_every_case {
             the_stamp_is_served_after_the_retraction_too
             read_into_fills_the_destination_or_declines
             read_many_answers_in_the_order_asked
+            read_many_fails_what_fails_and_nothing_else
             two_peers_read_one_publication
             many_threads_read_at_once
             an_engine_reads_from_itself

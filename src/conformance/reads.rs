@@ -245,6 +245,49 @@ pub fn read_many_answers_in_the_order_asked(make: &dyn Fn() -> Arc<dyn Engine>) 
     });
 }
 
+/// Reads that fail among those of one `read_many` fail alone, and each by its own reason.
+pub fn read_many_fails_what_fails_and_nothing_else(make: &dyn Fn() -> Arc<dyn Engine>) {
+    let (sender, receiver) = Side::pair(make, 8, 4096);
+    within(LIMIT, move || {
+        let bytes: Vec<_> = (0..8).map(|seed| pattern(seed, 4096)).collect();
+        let publications: Vec<_> =
+            (0..).zip(&bytes).map(|(slot, bytes)| sender.publish(slot, bytes)).collect();
+        let mut remotes: Vec<_> = publications.iter().map(|one| sender.remote(one)).collect();
+        // Once it has answered it is as ready as it will be.
+        assert_same(&receiver.get(&remotes[0]).expect("it is published"), &bytes[0]);
+        let mut others = [publications[1].identity(), publications[5].identity()];
+        others[0].id.random ^= 1;
+        others[1].instance = Instance::from_bytes([1; 16]);
+        remotes[1] = remotes[1].clone().with_identity(others[0]);
+        remotes[3].ptr = 0;
+        remotes[5] = remotes[5].clone().with_identity(others[1]);
+        let ask = |deadline: Instant| {
+            let lent: Vec<_> = remotes.iter().map(|remote| receiver.lend(remote.len)).collect();
+            let (indices, buffers): (Vec<_>, Vec<_>) = lent.into_iter().unzip();
+            let reads = remotes.iter().cloned().zip(buffers).collect();
+            let outcomes = receiver.engine.read_many(reads, deadline);
+            assert_eq!(outcomes.len(), remotes.len(), "an outcome for each read");
+            let outcomes = indices.into_iter().zip(outcomes);
+            outcomes.map(|(index, read)| receiver.returned(index, read)).collect::<Vec<_>>()
+        };
+        for _ in 0..3 {
+            for (at, outcome) in ask(soon()).into_iter().enumerate() {
+                match outcome {
+                    Ok(filled) if !matches!(at, 1 | 3 | 5) => {
+                        assert_same(bytes_of(&filled), &bytes[at]);
+                    }
+                    // Where the engine cannot tell, the stamp will.
+                    Ok(filled) if at != 3 => assert!(!filled.verified, "read {at} is proven"),
+                    Err(_) if matches!(at, 1 | 3 | 5) => {}
+                    wrong => panic!("read {at} was answered by {wrong:?}"),
+                }
+            }
+        }
+        let late = ask(Instant::now());
+        assert!(late.iter().all(Result::is_err), "their deadline had passed: {late:?}");
+    });
+}
+
 /// Two peers read one publication, at once and one after the other.
 pub fn two_peers_read_one_publication(make: &dyn Fn() -> Arc<dyn Engine>) {
     let size = MIB + 1;

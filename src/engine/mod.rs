@@ -27,6 +27,7 @@ use crate::{
     doorbell::Doorbell,
     error::{Error, Result},
     memory::{Device, Span},
+    wait::WaitStrategy,
 };
 
 /// A transport that reads a peer's registered memory.
@@ -128,6 +129,12 @@ pub trait Engine: Send + Sync + 'static {
     /// The transport's name in the metadata: `"tcp"`, `"rdma"`, … A relay gets nothing from a sender
     /// that names another.
     fn protocol(&self) -> &str;
+
+    /// How the relay's callers wait. Called before [`start`](Self::start), each time: an engine that may
+    /// spin before it sleeps does so as they do, and not where they park. By default it does nothing.
+    fn waits(&self, strategy: WaitStrategy) {
+        let _ = strategy;
+    }
 
     /// Called by the relay before its first [`register`](Self::register).
     ///
@@ -237,8 +244,18 @@ pub trait Engine: Send + Sync + 'static {
         deadline: Instant,
     ) -> Result<Filled, ReadError>;
 
-    /// Does many reads; the outcomes come in the order asked. By default one after another. No relay
-    /// calls it.
+    /// How many reads from `peer` take less time in one [`read_many`](Self::read_many) than one by one, at
+    /// most. 1, the default: it makes no difference, and the relay reads one by one. Never blocks.
+    fn reads_at_once(&self, peer: &str) -> usize {
+        let _ = peer;
+        1
+    }
+
+    /// Does many reads; the outcomes come in the order asked. By default one after another.
+    ///
+    /// A relay calls it for small reads of one peer that answers, as many as
+    /// [`reads_at_once`](Self::reads_at_once) says. After an [`interrupt`](Self::interrupt) of one of them
+    /// the others may end too, with [`Aborted`](Error::Aborted): the relay reads those again, one by one.
     fn read_many(
         &self,
         reads: Vec<(RemoteBuffer, LocalBuffer)>,
@@ -289,6 +306,16 @@ pub trait Engine: Send + Sync + 'static {
     ///
     /// The relay tries again after any but [`Error::Closed`].
     fn notify(&self, peer: &str, note: &Notification, deadline: Instant) -> Result<()>;
+
+    /// Tells `peer` several notes, in order; the outcomes come in that order. By default one after another.
+    fn notify_many(
+        &self,
+        peer: &str,
+        notes: &[Notification],
+        deadline: Instant,
+    ) -> Vec<Result<()>> {
+        notes.iter().map(|note| self.notify(peer, note, deadline)).collect()
+    }
 
     /// Hands each event since the last call to `events`. Never blocks.
     ///

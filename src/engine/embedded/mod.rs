@@ -9,6 +9,7 @@ mod frame;
 pub mod fuzzing;
 mod inbox;
 mod local;
+mod pace;
 mod server;
 mod staging;
 
@@ -30,10 +31,11 @@ use tracing::error;
 pub use self::{builder::EmbeddedBuilder, staging::Staging};
 use self::{
     builder::{Endpoint, Limits, Listeners, Patience},
-    client::Client,
+    client::{AT_ONCE, Client},
     frame::Descriptor,
     inbox::Inbox,
     local::{Heard, Local},
+    pace::Pace,
     server::Server,
     staging::{Landing, Stager},
 };
@@ -46,6 +48,7 @@ use crate::{
     error::{Error, Result},
     memory::{Device, Span},
     process,
+    wait::WaitStrategy,
 };
 
 /// How long reads that were cut may take to let go of memory that is to be unmapped.
@@ -145,6 +148,7 @@ impl EmbeddedEngine {
             local,
             spans: CachePadded::default(),
             counters: Counters::default(),
+            pace: Mutex::default(),
             failed: AtomicBool::new(false),
         });
         let (client, state) = (Client::new(builder.patience), Mutex::new(State::Bound(listeners)));
@@ -173,6 +177,10 @@ impl Engine for EmbeddedEngine {
         "tcp"
     }
 
+    fn waits(&self, strategy: WaitStrategy) {
+        *self.shared.pace.lock() = Pace::of(strategy);
+    }
+
     fn start(&self, instance: &Instance) -> Result<()> {
         process::check()?;
         let mut state = self.state.lock();
@@ -191,7 +199,7 @@ impl Engine for EmbeddedEngine {
         self.shared.inbox.drain(&mut drop);
         let server = Server::start(Arc::clone(&self.shared), *instance, listeners)?;
         *state = State::Running(server);
-        self.client.start();
+        self.client.start(*self.shared.pace.lock());
         Ok(())
     }
 
@@ -348,6 +356,48 @@ impl Engine for EmbeddedEngine {
         self.client.read(remote, local, deadline)
     }
 
+    fn reads_at_once(&self, peer: &str) -> usize {
+        match self.way(peer) {
+            Some("tcp") => AT_ONCE,
+            _ => 1,
+        }
+    }
+
+    /// Those that come by TCP at once.
+    fn read_many(
+        &self,
+        reads: Vec<(RemoteBuffer, LocalBuffer)>,
+        deadline: Instant,
+    ) -> Vec<Result<Filled, ReadError>> {
+        let mut outcomes: Vec<_> = reads.iter().map(|_| None).collect();
+        let (mut places, mut by_tcp) = (Vec::new(), Vec::new());
+        for (place, (remote, mut local)) in reads.into_iter().enumerate() {
+            let near = match local.bytes_mut() {
+                Some(dest) if process::is_here() => self.shared.local.read(&remote, dest, deadline),
+                _ => {
+                    outcomes[place] = Some(self.read(&remote, local, deadline));
+                    continue;
+                }
+            };
+            match near {
+                Some(Ok(())) => {
+                    outcomes[place] = Some(Ok(Filled { buffer: local, verified: true }))
+                }
+                Some(Err(error)) => {
+                    outcomes[place] = Some(Err(ReadError { error, buffer: Some(local) }));
+                }
+                None => {
+                    places.push(place);
+                    by_tcp.push((remote, local));
+                }
+            }
+        }
+        for (place, read) in places.into_iter().zip(self.client.read_many(by_tcp, deadline)) {
+            outcomes[place] = Some(read);
+        }
+        outcomes.into_iter().flatten().collect()
+    }
+
     fn read_into(
         &self,
         remote: &RemoteBuffer,
@@ -389,6 +439,19 @@ impl Engine for EmbeddedEngine {
             Some(told) => told,
             None => self.client.notify(peer, note, deadline),
         }
+    }
+
+    fn notify_many(
+        &self,
+        peer: &str,
+        notes: &[Notification],
+        deadline: Instant,
+    ) -> Vec<Result<()>> {
+        let one_by_one = !process::is_here() || self.shared.local.way(peer).is_some();
+        if one_by_one {
+            return notes.iter().map(|note| self.notify(peer, note, deadline)).collect();
+        }
+        self.client.notify_many(peer, notes, deadline)
     }
 
     fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
@@ -531,6 +594,8 @@ struct Shared {
     /// Locked by each put.
     spans: CachePadded<Mutex<Vec<(Span, Access)>>>,
     counters: Counters,
+    /// How its relay waits.
+    pace: Mutex<Pace>,
     /// The server's thread has ended, and nobody stopped it.
     failed: AtomicBool,
 }

@@ -2,7 +2,10 @@
 
 use std::time::Instant;
 
-use super::socket::{Fault, Short, Socket};
+use super::{
+    ahead::Ahead,
+    socket::{Fault, Short, Socket},
+};
 use crate::{engine::embedded::staging::Landing, memory::Span};
 
 /// The caller's bytes, or a slot on a device.
@@ -31,10 +34,28 @@ impl Dest<'_> {
         self.len() == 0
     }
 
-    /// Receives all of it. Of a device's, the last copies may be under way afterwards.
-    pub(super) fn fill(&mut self, socket: &Socket, deadline: Instant) -> Result<(), Short> {
+    /// How many of its bytes may come through a buffer of ours.
+    pub(super) fn front(&self) -> usize {
         match self {
-            Self::Host(bytes) => socket.fill(bytes, deadline),
+            Self::Host(bytes) => bytes.len(),
+            // They go into chunks.
+            Self::Device(_) => 0,
+        }
+    }
+
+    /// Receives all of it, of which `ahead` has the first bytes. Of a device's, the last copies may be
+    /// under way afterwards.
+    pub(super) fn fill(
+        &mut self,
+        ahead: &mut Ahead,
+        socket: &Socket,
+        deadline: Instant,
+    ) -> Result<(), Short> {
+        match self {
+            Self::Host(bytes) => {
+                let got = ahead.take(bytes);
+                socket.fill(&mut bytes[got..], deadline)
+            }
             Self::Device(landing) => land(landing, socket, deadline),
         }
     }

@@ -8,9 +8,11 @@
 //!
 //! Nothing is latched: whatever fails is forgotten, and the next call starts afresh.
 
+mod ahead;
 mod connection;
 mod control;
 mod dest;
+mod many;
 mod operation;
 mod peer;
 mod request;
@@ -21,8 +23,10 @@ use std::{
     time::Instant,
 };
 
+use parking_lot::RwLock;
 use tracing::trace;
 
+pub(super) use self::many::MOST as AT_ONCE;
 use self::{
     dest::Dest,
     operation::{Operation, Operations},
@@ -31,7 +35,7 @@ use self::{
 use crate::{
     engine::{
         Filled, Identity, LocalBuffer, Notification, ReadError, RemoteBuffer,
-        embedded::{builder::Patience, staging::Landing},
+        embedded::{builder::Patience, pace::Pace, staging::Landing},
     },
     error::{Error, Result},
     memory::Span,
@@ -49,6 +53,7 @@ pub(super) struct Client {
     peers: Peers,
     counters: Counters,
     patience: Patience,
+    pace: RwLock<Pace>,
 }
 
 #[derive(Debug, Default)]
@@ -68,10 +73,12 @@ impl Client {
             peers: Peers::default(),
             counters: Counters::default(),
             patience,
+            pace: RwLock::default(),
         }
     }
 
-    pub(super) fn start(&self) {
+    pub(super) fn start(&self, pace: Pace) {
+        *self.pace.write() = pace;
         self.operations.start();
     }
 

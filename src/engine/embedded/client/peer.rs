@@ -227,6 +227,13 @@ impl Peer {
         over
     }
 
+    /// A connection that nobody uses, and what it leads to, which is another relay.
+    pub(super) fn kept(&self) -> Option<(Arc<Endpoint>, Connection)> {
+        let mut state = self.state.lock();
+        let endpoint = state.endpoint.clone().filter(|endpoint| endpoint.instance.is_some())?;
+        Some((endpoint, state.idle.pop()?))
+    }
+
     /// A connection that nobody uses.
     pub(super) fn idle(&self) -> Option<Connection> {
         self.state.lock().idle.pop()

@@ -171,11 +171,12 @@ impl Client {
     }
 
     fn open(&self, address: SocketAddr) -> Result<Socket, Fault> {
-        match Socket::open(address, self.patience) {
+        let pace = *self.pace.read();
+        match Socket::open(address, self.patience, pace) {
             Err(Fault::Ours(_)) => {
                 // What nobody uses may be what is lacking.
                 self.peers.close_idle();
-                Socket::open(address, self.patience)
+                Socket::open(address, self.patience, pace)
             }
             socket => socket,
         }

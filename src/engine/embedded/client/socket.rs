@@ -17,7 +17,11 @@ use rustix::{
     },
 };
 
-use crate::{engine::embedded::builder::Patience, error::Error, wait::deadline_after};
+use crate::{
+    engine::embedded::{builder::Patience, pace::Pace},
+    error::Error,
+    wait::deadline_after,
+};
 
 /// How long somebody may receive at a time who holds what others need, and how long a pause may be.
 const HOLD: Duration = Duration::from_millis(20);
@@ -29,11 +33,12 @@ pub(super) struct Socket {
     fd: OwnedFd,
     address: SocketAddr,
     patience: Patience,
+    pace: Pace,
 }
 
 impl Socket {
     /// A socket for `address`, not connected yet.
-    pub(super) fn open(address: SocketAddr, patience: Patience) -> Result<Self, Fault> {
+    pub(super) fn open(address: SocketAddr, patience: Patience, pace: Pace) -> Result<Self, Fault> {
         let family = if address.is_ipv4() { AddressFamily::INET } else { AddressFamily::INET6 };
         let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
         let fd = socket_with(family, SocketType::STREAM, flags, None).map_err(|errno| {
@@ -44,7 +49,7 @@ impl Socket {
             }
         })?;
         sockopt::set_tcp_nodelay(&fd, true).map_err(Fault::Os)?;
-        Ok(Self { fd, address, patience })
+        Ok(Self { fd, address, patience, pace })
     }
 
     /// Where it leads.
@@ -78,25 +83,43 @@ impl Socket {
 
     /// Fills `buffer`.
     pub(super) fn fill(&self, buffer: &mut [u8], deadline: Instant) -> Result<(), Short> {
+        self.fill_at_least(buffer.len(), buffer, false, deadline).map(drop)
+    }
+
+    /// Receives `least` bytes, and those behind them that have come too, as far as `buffer` reaches; how
+    /// many. `asked`: it is the answer to what was just sent, and cannot be there yet.
+    pub(super) fn fill_at_least(
+        &self,
+        least: usize,
+        buffer: &mut [u8],
+        asked: bool,
+        deadline: Instant,
+    ) -> Result<usize, Short> {
         let mut got = 0;
-        while got < buffer.len() {
+        let mut idle = self.pace.idle();
+        if asked && self.pace.parks() {
+            self.wait(PollFlags::IN, deadline).map_err(|fault| Short { got, fault })?;
+        }
+        while got < least {
             match recv(&self.fd, &mut buffer[got..], RecvFlags::empty()) {
                 Ok((_, 0)) => return Err(Short { got, fault: Fault::Eof }),
                 Ok((_, more)) => {
                     got += more;
+                    idle.reset();
                     // A peer that trickles never makes us wait, so its time ends here.
-                    if got < buffer.len() && Instant::now() >= deadline {
+                    if got < least && Instant::now() >= deadline {
                         return Err(Short { got, fault: Fault::Deadline });
                     }
                 }
                 Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) if !idle.pause() => {}
                 Err(Errno::AGAIN) => {
                     self.wait(PollFlags::IN, deadline).map_err(|fault| Short { got, fault })?;
                 }
                 Err(errno) => return Err(Short { got, fault: Fault::Os(errno) }),
             }
         }
-        Ok(())
+        Ok(got)
     }
 
     /// Waits until bytes have come, or the connection has ended.

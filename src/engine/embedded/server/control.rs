@@ -88,7 +88,7 @@ impl ControlConnection {
                     len
                 }
                 Stage::Reply { frame, sent } => {
-                    let Some(len) = self.line.send(&frame[*sent..], &[])? else {
+                    let Some(len) = self.line.send(&frame[*sent..], &[], false)? else {
                         return Ok(Turn::Wait);
                     };
                     *sent += len;

@@ -289,7 +289,10 @@ impl DataConnection {
                 Some(Body::Device(_)) => &[],
             };
             let second = &second[..second.len().min(TURN)];
-            let Some(len) = self.line.send(first, second)? else { return Ok(Step::Blocked) };
+            // The answers to requests that came together leave together. A device may keep us waiting
+            // over the next one.
+            let more = !*last && self.input.has_request() && context.shared.stager().is_none();
+            let Some(len) = self.line.send(first, second, more)? else { return Ok(Step::Blocked) };
             *sent += len;
             context.served(len.saturating_sub(first.len()));
             if *sent < all {
@@ -431,8 +434,20 @@ struct Input {
 }
 
 impl Input {
-    /// Room for a header and a note of ours, so that one system call receives both.
-    const LEN: usize = 1 << 10;
+    /// Room for as many requests as are asked at once, and for notes of ours, so that one system call
+    /// receives them.
+    const LEN: usize = 4 << 10;
+
+    /// Whether a whole request is here that is answered at once.
+    fn has_request(&self) -> bool {
+        let Some((header, rest)) = self.bytes().split_first_chunk() else { return false };
+        let Header { size, opcode, .. } = Header::decode(header);
+        match opcode {
+            READ_IDENTIFIED => rest.len() >= IDENTITY_LEN,
+            NOTIFY => rest.len() as u64 >= size,
+            _ => false,
+        }
+    }
 
     fn bytes(&self) -> &[u8] {
         &self.buffer[self.start..self.end]

@@ -56,12 +56,19 @@ impl Line {
         Ok(None)
     }
 
-    /// Sends `first` and then `second`, as one packet where they fit. `None`: there is no room.
-    pub(super) fn send(&mut self, first: &[u8], second: &[u8]) -> io::Result<Option<usize>> {
+    /// Sends `first` and then `second`, as one packet where they fit. `None`: there is no room. `more`:
+    /// something follows at once, and what does not fill a packet may wait for it.
+    pub(super) fn send(
+        &mut self,
+        first: &[u8],
+        second: &[u8],
+        more: bool,
+    ) -> io::Result<Option<usize>> {
         let parts = [IoSlice::new(first), IoSlice::new(second)];
         loop {
             // A signal for a closed peer would end processes that do not ignore it.
-            let flags = SendFlags::NOSIGNAL;
+            let more = if more { SendFlags::MORE } else { SendFlags::empty() };
+            let flags = SendFlags::NOSIGNAL | more;
             match sendmsg(&self.stream, &parts, &mut SendAncillaryBuffer::default(), flags) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(len) => return Ok(Some(len)),

@@ -208,6 +208,29 @@ fn an_answer_that_is_no_status_is_the_peers_failure_and_touches_nothing() {
 }
 
 #[test]
+fn bytes_after_a_refusal_are_the_peers_failure_and_touch_nothing() {
+    for status in [Status::Gone, Status::OtherInstance] {
+        watched(move || {
+            let fake = Fake::new(PLAIN, Some(instance(1)), move |mut stream, _| {
+                while header(&mut stream).is_some() {
+                    taken_identity(&mut stream);
+                    let both = [&status.encode()[..], &pattern(64)].concat();
+                    let _ = stream.write_all(&both);
+                }
+            });
+            let client = started();
+            let remote = remote(&fake, 64).with_identity(identity(1));
+            for _ in 0..2 {
+                let mut dest = [7; 64];
+                let error = client.read_into(&remote, &mut dest, soon()).unwrap().unwrap_err();
+                assert_eq!((error.kind(), dest), ("PeerFailed", [7; 64]));
+            }
+            assert_eq!(fake.connections(), 2, "what lies on the first is nobody's answer");
+        });
+    }
+}
+
+#[test]
 fn a_status_of_another_request_is_the_peers_failure() {
     for status in [Status::Gone, Status::OtherInstance] {
         watched(move || {

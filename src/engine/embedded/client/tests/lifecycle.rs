@@ -30,7 +30,7 @@ fn nothing_works_before_start_and_after_stop() {
             let note = Notification::new("id", "transfer_complete");
             assert_eq!(client.notify(&fake.name(), &note, soon()).unwrap_err().kind(), "Closed");
             assert_eq!(client.connect(&fake.name(), soon()).unwrap_err().kind(), "Closed");
-            client.start();
+            client.start(Pace::default());
             assert!(client.read(&remote, buffer(64), soon()).unwrap().verified);
             client.stop();
         }
@@ -145,8 +145,9 @@ fn a_call_that_was_ended_takes_up_no_other_wait() {
     let operations = Operations::default();
     operations.start();
     let operation = operations.begin(None, soon()).unwrap();
-    let socket =
-        Arc::new(Socket::open("127.0.0.1:1".parse().unwrap(), Patience::default()).unwrap());
+    let socket = Arc::new(
+        Socket::open("127.0.0.1:1".parse().unwrap(), Patience::default(), Pace::default()).unwrap(),
+    );
     operation.hold(&socket).unwrap();
     let cancelled = operation.cancelled();
     operations.stop();
@@ -227,7 +228,7 @@ fn whatever_races_with_stop_and_start_reads_all_or_is_closed() {
         });
         for _ in 0..200 {
             client.stop();
-            client.start();
+            client.start(Pace::default());
             client.connect(&fake.name(), soon()).unwrap();
         }
         done.store(true, Ordering::SeqCst);

@@ -3,6 +3,7 @@
 
 mod faults;
 mod lifecycle;
+mod many;
 mod notes;
 mod patience;
 mod reads;
@@ -46,7 +47,7 @@ fn identity(byte: u8) -> Identity {
 
 fn started() -> Client {
     let client = Client::new(Patience::default());
-    client.start();
+    client.start(Pace::default());
     client
 }
 
