@@ -73,6 +73,8 @@ mod peers;
 mod receiver;
 #[cfg(not(loom))]
 mod sender;
+#[cfg(not(loom))]
+mod several;
 // layer 5: face
 #[cfg(not(loom))]
 mod config;

@@ -15,7 +15,7 @@ use crate::{
     identity::{Note, Notification},
     memory::{Memory, Span},
     peers::Trust,
-    pool::Slot,
+    pool::{Loan, Slot},
     token::{Token, Tokens},
     wait::deadline_after,
 };
@@ -117,6 +117,17 @@ impl<M: Memory> Core<M> {
         if read.is_ok() && wanted {
             self.acknowledge(what);
         }
+        self.finish_get(handle, what, read, kept);
+    }
+
+    /// Takes a get out that was claimed, and tells its token.
+    pub(crate) fn finish_get(
+        &self,
+        handle: Handle,
+        what: &What,
+        read: Result<Slot<M>>,
+        kept: Option<Slot<M>>,
+    ) {
         // Whoever ended it meanwhile has told the token and the sender.
         let completer = self.gets.finish(handle).and_then(|(job, _)| job.completer);
         // Not before: an interrupt of this get would meet the next read into the same slot.
@@ -173,9 +184,14 @@ impl<M: Memory> Core<M> {
     pub(crate) fn work(&self) {
         loop {
             match self.gets.next() {
-                Work::Read { claim } => {
+                Work::Read { claim, queued } => {
                     let peer = Arc::clone(&claim.what.peer);
-                    self.perform(claim);
+                    let others = if queued { self.others_like(&claim) } else { Vec::new() };
+                    if others.is_empty() {
+                        self.perform(claim);
+                    } else {
+                        self.perform_many(claim, others);
+                    }
                     self.gets.release(false, &peer);
                 }
                 Work::Probe { handle, what, slot } => {
@@ -248,6 +264,16 @@ impl<M: Memory> Core<M> {
         }
         let (buffer, loan) = slot.lend();
         let read = self.engine.read(remote, buffer, what.deadline);
+        self.judge(what, loan, read)
+    }
+
+    /// What a read's outcome is for its get.
+    pub(crate) fn judge(
+        &self,
+        what: &What,
+        loan: Loan<M>,
+        read: Result<Filled, ReadError>,
+    ) -> Result<Slot<M>, (Error, Option<Slot<M>>)> {
         self.learn(what, read.as_ref().err().map(|failed| &failed.error));
         let (buffer, verdict) = match read {
             Ok(Filled { buffer, verified }) => (Some(buffer), Ok(verified)),
@@ -260,7 +286,7 @@ impl<M: Memory> Core<M> {
         };
         let slot = loan.redeem(buffer).map_err(|_| (broken_engine(OTHER_BUFFER), None))?;
         let verified = match verdict {
-            Ok(verified) if verified || remote.identity.is_none() => Ok(()),
+            Ok(verified) if verified || what.remote.identity.is_none() => Ok(()),
             Ok(_) => self.verify_stamp(what),
             Err(error) => Err(error),
         };
@@ -302,13 +328,36 @@ impl<M: Memory> Core<M> {
         let note = Notification::with_note(what.remote.name(), Note::Complete);
         let _span = tracing::debug_span!("notify", peer = %what.remote.peer).entered();
         if let Err(error) = self.notify_peer(&what.remote.peer, &note, limit) {
-            self.counters.notes_untaken.count();
-            tracing::debug!(peer = %what.remote.peer, %error, "a notification was not taken");
-            let until = deadline_after(now, what.lease);
-            let tell =
-                Tell { what: what.clone(), note: Note::Complete, reason: None, until, attempts: 1 };
-            self.owe(now + RETRY_FIRST, tell);
+            self.owe_complete(what, now, &error);
         }
+    }
+
+    /// As [`acknowledge`](Self::acknowledge), for several gets of one peer.
+    pub(crate) fn acknowledge_many(&self, whats: &[&What]) {
+        let Some(peer) = whats.first().map(|what| &what.remote.peer) else { return };
+        let now = Instant::now();
+        let first = whats.iter().map(|what| what.deadline).min().unwrap_or(now);
+        let limit = first.max(now + RETRY_FIRST).min(now + NOTIFY_LIMIT);
+        let note = |what: &&What| Notification::with_note(what.remote.name(), Note::Complete);
+        let notes: Vec<_> = whats.iter().map(note).collect();
+        let _span = tracing::debug_span!("notify", %peer, notes = notes.len()).entered();
+        let told = catch_unwind(AssertUnwindSafe(|| self.engine.notify_many(peer, &notes, limit)));
+        let mut told = told.unwrap_or_default().into_iter();
+        for what in whats {
+            let missing = || Err(broken_engine("its notify panicked, or told nothing of a note"));
+            if let Err(error) = told.next().unwrap_or_else(missing) {
+                self.owe_complete(what, now, &error);
+            }
+        }
+    }
+
+    fn owe_complete(&self, what: &What, now: Instant, error: &Error) {
+        self.counters.notes_untaken.count();
+        tracing::debug!(peer = %what.remote.peer, %error, "a notification was not taken");
+        let until = deadline_after(now, what.lease);
+        let tell =
+            Tell { what: what.clone(), note: Note::Complete, reason: None, until, attempts: 1 };
+        self.owe(now + RETRY_FIRST, tell);
     }
 
     /// Tells the sender that its slot will not be read, without waiting for that.
@@ -412,10 +461,10 @@ impl<M: Memory> Core<M> {
     }
 }
 
-const OTHER_BUFFER: &str = "it returned another buffer than the one it was lent";
+pub(crate) const OTHER_BUFFER: &str = "it returned another buffer than the one it was lent";
 
 #[cold]
-fn broken_engine(did: &str) -> Error {
+pub(crate) fn broken_engine(did: &str) -> Error {
     Error::Engine { engine: "relay", reason: format!("the engine broke its contract: {did}") }
 }
 

@@ -13,7 +13,7 @@ const LAYERS: &[&[&str]] = &[
     &["memory"],
     &["engine"],
     &["backlog", "pool", "puts", "token"],
-    &["core", "counters", "gets", "notifier", "peers", "receiver", "sender"],
+    &["core", "counters", "gets", "notifier", "peers", "receiver", "sender", "several"],
     &["config", "cuda", "health", "metadata", "relay", "shutdown", "tensor", "view", "guide"],
 ];
 

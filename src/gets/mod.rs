@@ -138,14 +138,22 @@ struct Place<M: Memory> {
     ended: bool,
     /// Somebody waits for it, or has.
     waited: bool,
+    /// It has been read together with others in vain.
+    alone: bool,
     way: Way,
     job: Option<Job<M>>,
 }
 
+/// Gets of at most so many bytes are read together: of larger ones the bytes take the time, not the calls.
+const SMALL: usize = 64 << 10;
+/// And so many bytes together at most, for which others wait.
+const TOGETHER: usize = 256 << 10;
+
 impl<M: Memory> Default for Place<M> {
     fn default() -> Self {
         let (reading, since, job) = (None, None, None);
-        Self { generation: 0, reading, since, ended: false, waited: false, way: Way::Kept, job }
+        let (ended, waited, alone) = (false, false, false);
+        Self { generation: 0, reading, since, ended, waited, alone, way: Way::Kept, job }
     }
 }
 
@@ -237,6 +245,36 @@ impl<M: Memory> Gets<M> {
         let len = table.queued_job(handle)?.what.remote.len;
         let credit = self.receive.credits().take_or_starve()?;
         Some(table.begin(handle, self.receive.slot(credit, len), Some(Instant::now())))
+    }
+
+    /// Claims more gets like this one, which a transfer thread has: small ones of the same peer, that can
+    /// be read in a single call.
+    pub(crate) fn claim_like(&self, what: &What, most: usize, until: Instant) -> Vec<Claim<M>> {
+        let small = |what: &What| what.remote.len <= SMALL && what.remote.identity.is_some();
+        if !small(what) || what.deadline < until {
+            return Vec::new();
+        }
+        let mut table = self.table.lock();
+        // A peer that falls silent must not hold the credits that the others need.
+        let most = most.min(self.receive.credits().free() / 2);
+        let mut bytes = what.remote.len;
+        let fits = |handle: &Handle| {
+            let job = table.queued_job(*handle)?;
+            let other = &job.what;
+            let alike = Arc::ptr_eq(&other.peer, &what.peer) && small(other);
+            let in_time = other.deadline >= until && !table.places[handle.place()].alone;
+            (alike && in_time).then_some((*handle, other.remote.len))
+        };
+        let alike = table.order.iter().filter_map(fits).take_while(|(_, len)| {
+            bytes += len;
+            bytes <= TOGETHER
+        });
+        let alike: Vec<_> = alike.take(most).collect();
+        let begin = |(handle, len)| {
+            let slot = self.receive.try_slot(len)?;
+            Some(table.begin(handle, slot, Some(Instant::now())))
+        };
+        alike.into_iter().map_while(begin).collect()
     }
 
     /// Puts a get that is still queued behind the others.
@@ -379,7 +417,7 @@ impl<M: Memory> Table<M> {
         // Skips 0, so that no handle is 0.
         place.generation = place.generation.wrapping_add(1).max(1);
         (place.reading, place.since) = (reading, None);
-        (place.ended, place.waited, place.way) = (false, false, Way::Kept);
+        (place.ended, place.waited, place.alone, place.way) = (false, false, false, Way::Kept);
         let handle = Handle(u64::from(place.generation) << 32 | u64::from(index));
         if let Some(completer) = &job.completer {
             completer.stands_for(handle.0);

@@ -29,8 +29,8 @@ pub(crate) struct Tell {
 
 /// What a transfer thread does next.
 pub(crate) enum Work<M: Memory> {
-    /// Read it; then [`Gets::release`].
-    Read { claim: Claim<M> },
+    /// Read it; then [`Gets::release`]. `queued`: others may be read with it.
+    Read { claim: Claim<M>, queued: bool },
     /// See whether its peer answers, without a slot, which others may need; then likewise, as one that
     /// was suspect. The get is queued meanwhile.
     Probe { handle: Handle, what: What, slot: Slot<M> },
@@ -102,14 +102,32 @@ impl<M: Memory> Gets<M> {
     /// ended it. Its slot is the caller's to drop, afterwards.
     pub(crate) fn put_back(&self, handle: Handle) -> bool {
         let mut table = self.table.lock();
+        self.requeue(&mut table, handle) && {
+            table.order.push_back(handle);
+            true
+        }
+    }
+
+    /// Queues a get again, before the others, which was read together with others in vain: the next time
+    /// it is read alone. Else as [`put_back`](Self::put_back).
+    pub(crate) fn put_back_alone(&self, handle: Handle) -> bool {
+        let mut table = self.table.lock();
+        self.requeue(&mut table, handle) && {
+            table.places[handle.place()].alone = true;
+            table.order.push_front(handle);
+            true
+        }
+    }
+
+    /// All but its place in the order.
+    fn requeue(&self, table: &mut Table<M>, handle: Handle) -> bool {
         if table.place(handle).is_none_or(|place| place.ended) {
             return false;
         }
-        self.leave_reading(&mut table, handle);
+        self.leave_reading(table, handle);
         table.queued += 1;
         // Its old place in the order may still be there, and would count again.
         table.order.retain(|other| *other != handle);
-        table.order.push_back(handle);
         true
     }
 
@@ -247,7 +265,8 @@ impl<M: Memory> Gets<M> {
         if table.busy_with(&what.peer) {
             return Some(Work::Probe { handle: next, what, slot });
         }
-        Some(Work::Read { claim: table.begin(next, slot, Some(Instant::now())) })
+        let claim = table.begin(next, slot, Some(Instant::now()));
+        Some(Work::Read { claim, queued: table.queued > 0 })
     }
 }
 

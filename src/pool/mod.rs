@@ -12,4 +12,7 @@ pub use self::credits::{Credits, Queued};
 #[cfg(not(loom))]
 pub use self::slot::Slot;
 #[cfg(not(loom))]
-pub(crate) use self::{slot::Pool, stamps::Stamps};
+pub(crate) use self::{
+    slot::{Loan, Pool},
+    stamps::Stamps,
+};

@@ -17,7 +17,7 @@ use std::{
 use mooncake_relay::{
     Access, Config, Device, Doorbell, Engine, Error, Event, Filled, InProcessEngine, Instance,
     LocalBuffer, Notification, Publication, ReadError, Relay, RemoteBuffer, Result, Retracted,
-    Span, Viewed,
+    Span, Viewed, WaitStrategy,
 };
 use parking_lot::{Mutex, RwLock};
 
@@ -38,6 +38,8 @@ struct Inner {
     injected: Mutex<Vec<Event>>,
     /// In place of the engine's own.
     bell: OnceLock<Option<Doorbell>>,
+    /// Likewise, for how many reads it likes at once.
+    at_once: OnceLock<usize>,
 }
 
 /// The kinds of call that [`Hooked::before`] can stand in front of.
@@ -61,6 +63,7 @@ impl Hooked {
             registered: AtomicUsize::new(0),
             injected: Mutex::default(),
             bell: OnceLock::new(),
+            at_once: OnceLock::new(),
         };
         let hooked = Self { inner: Arc::new(inner), before: u64::MAX };
         hooked.count_spans().lead_reads_past_their_hooks().report_what_is_injected();
@@ -74,6 +77,12 @@ impl Hooked {
 
     pub(crate) fn engine(&self) -> Arc<dyn Engine> {
         Arc::new(self.clone())
+    }
+
+    /// From now on it says that it likes so many reads at once.
+    pub(crate) fn reads_together(&self, most: usize) -> &Self {
+        self.inner.at_once.set(most).unwrap();
+        self
     }
 
     /// How many spans are registered.
@@ -273,6 +282,10 @@ macro_rules! hooks {
                 }
             }
 
+            fn waits(&self, strategy: WaitStrategy) {
+                self.inner.engine.waits(strategy);
+            }
+
             fn local(&self) -> Option<Arc<str>> {
                 self.inner.engine.local()
             }
@@ -298,6 +311,16 @@ macro_rules! hooks {
                 match self.inner.bell.get() {
                     Some(instead) => instead.as_ref(),
                     None => self.inner.engine.doorbell(),
+                }
+            }
+
+            /// Where reads meet hooks they come one by one.
+            fn reads_at_once(&self, peer: &str) -> usize {
+                if self.inner.hooks.read.is_empty() {
+                    let own = || self.inner.engine.reads_at_once(peer);
+                    self.inner.at_once.get().copied().unwrap_or_else(own)
+                } else {
+                    1
                 }
             }
 
