@@ -1,6 +1,6 @@
 //! The flags, and the cases that they make.
 
-use std::{net::IpAddr, sync::Arc};
+use std::{net::IpAddr, path::PathBuf, sync::Arc};
 
 use clap::{Args, Parser, Subcommand};
 use mooncake_relay::{Engine, EngineOptions, HugePages, WaitStrategy, open_engine};
@@ -146,6 +146,12 @@ pub(crate) struct Run {
     /// Without `client`: how many server processes to start [default: one for each peer].
     #[arg(long, value_parser = positive)]
     processes: Option<usize>,
+    /// Send metadata by a socket also between processes of one host, where it goes by shared memory.
+    #[arg(long)]
+    pub(crate) metadata_by_socket: bool,
+    /// Write the rows there, too, as --json prints them.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) save: Option<PathBuf>,
     /// A line of JSON for each row, in place of the table.
     #[arg(long)]
     pub(crate) json: bool,

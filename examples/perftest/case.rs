@@ -147,23 +147,30 @@ impl Case {
         Duration::from_secs_f64(self.duration_s)
     }
 
+    /// How many words of metadata a lane has room for: all that may be under way.
+    pub(crate) fn lane_words(&self) -> usize {
+        self.outstanding.saturating_mul(96).clamp(8 << 10, 1 << 20)
+    }
+
     pub(crate) fn slot_size(&self) -> usize {
         self.size.max(1)
     }
 
-    /// Slots that a receiver needs: one for each thread that gets, or for each get under way.
+    /// Slots that a receiver needs: one for each thread that gets, or for gets under way.
     pub(crate) fn receive_credits(&self) -> u32 {
-        let each = if self.get == Get::Token { self.outstanding.min(MOST_TOKENS) } else { 1 };
-        (self.threads * each).min(65_536) as u32
+        let each = if self.get == Get::Token { self.outstanding.min(MOST_SLOTS) } else { 1 };
+        self.threads.saturating_mul(each).min(65_536) as u32
     }
 
-    /// How many gets of one lane are under way at once.
+    /// How many gets of one lane are under way at once; those without a slot are queued.
     pub(crate) fn tokens(&self) -> usize {
-        (self.receive_credits() as usize / self.threads).max(1)
+        self.outstanding.clamp(1, MOST_TOKENS)
     }
 }
 
-const MOST_TOKENS: usize = 64;
+/// Of a lane.
+const MOST_SLOTS: usize = 64;
+const MOST_TOKENS: usize = 4096;
 
 /// "64 B", "4 KiB", "1 MiB".
 pub(crate) fn size_name(bytes: usize) -> String {

@@ -1,6 +1,7 @@
 //! The putting side: its relay, its connections to the servers, and a case from begin to end.
 
 use std::{
+    collections::HashMap,
     net::{TcpStream, ToSocketAddrs},
     thread,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
@@ -12,9 +13,10 @@ use mooncake_relay::{Config, Relay, WaitStrategy};
 use crate::{
     Result, args,
     case::{Case, Mode},
-    machine::{self, Machine},
+    machine::{self, Machine, Usage},
+    pipe::Pipe,
     row::{self, Measured, Times},
-    wire::{Answer, Ask, Hello, Lane, SYNC, VERSION, gone},
+    wire::{APART, Answer, Ask, Hello, Lane, SHARED, SYNC, VERSION, gone},
     worker::{Round, Worker},
 };
 
@@ -24,9 +26,10 @@ const CONNECT: Duration = Duration::from_secs(10);
 /// Round trips of a lane without a transfer.
 const BASES: usize = 200;
 
-/// Where the client's own engine is.
+/// Where the client's own engine is, and whether metadata may go by shared memory.
 #[derive(Clone, Debug, Default)]
 pub(crate) struct Place {
+    pub(crate) shares: bool,
     pub(crate) listen: Option<String>,
     pub(crate) advertise: Option<String>,
 }
@@ -60,8 +63,12 @@ pub(crate) fn measure(
         let mut lanes = Vec::new();
         for peer in 0..case.peers {
             let mut lane = connect(server(peer), case.wait)?;
-            lane.tell(&Hello::Lane { session, peer, lane: thread })
+            let shares = place.shares && lane.may_share();
+            lane.tell(&Hello::Lane { session, peer, lane: thread, shares })
                 .map_err(|_| gone(lane.peer()))?;
+            if shares {
+                share(&mut lane)?;
+            }
             lanes.push(lane);
         }
         workers.push(Worker::new(case, &relay, thread, lanes));
@@ -79,10 +86,13 @@ pub(crate) fn measure(
     let cpu = machine::cpu_time();
     let rounds = all(&mut workers, case.duration())?;
     let client_cpu_s = (machine::cpu_time() - cpu).as_secs_f64();
+    let client_usage = Usage::here();
     workers.iter_mut().try_for_each(Worker::finish)?;
 
     let mut measured = sum(case, &rounds)?;
     (measured.base, measured.client_cpu_s) = (base, client_cpu_s);
+    measured.client_usage = client_usage;
+    measured.metadata = metadata_by(&workers);
     collect(&mut controls, &mut measured)?;
     drop(workers);
     Ok((measured, machine.expect("there is a peer")))
@@ -104,6 +114,31 @@ fn connect(server: &str, wait: WaitStrategy) -> Result<Lane> {
         }
     }
     Err(last.into())
+}
+
+/// Takes the memory that the server offers for a lane, if this is its host indeed.
+fn share(lane: &mut Lane) -> Result<()> {
+    let answer = match lane.expect()? {
+        Answer::Done => return Ok(()),
+        Answer::Pipe { address } => Pipe::open(&address),
+        other => return Err(unexpected(lane, &other)),
+    };
+    lane.say(if answer.is_ok() { SHARED } else { APART })?;
+    if let Ok(pipe) = answer {
+        lane.go_by(pipe);
+    }
+    Ok(())
+}
+
+fn metadata_by(workers: &[Worker<'_>]) -> String {
+    let lanes = || workers.iter().flat_map(Worker::lanes);
+    let shared = lanes().filter(|lane| lane.is_shared()).count();
+    match shared {
+        0 => "socket",
+        _ if shared == lanes().count() => "shared memory",
+        _ => "shared memory and sockets",
+    }
+    .to_owned()
 }
 
 fn relay(case: &Case, control: &Lane, place: &Place) -> Result<Relay> {
@@ -171,23 +206,26 @@ fn sum(case: &Case, rounds: &[Round]) -> Result<Measured> {
         bytes_per_s: puts_per_s * case.size as f64,
         unsent,
         way: String::new(),
+        metadata: String::new(),
         client_cpu_s: 0.0,
         server_cpu_s: 0.0,
+        client_usage: Usage::default(),
+        server_usage: Usage::default(),
     })
 }
 
 /// The receivers' own figures. Of several relays the median of `get` is that of the slowest.
 fn collect(controls: &mut [Lane], measured: &mut Measured) -> Result<()> {
     let mut ways = Vec::new();
+    // Each process once, however many of the relays it has.
+    let mut processes = HashMap::new();
     for control in controls {
         match control.ask(&Ask::Report)? {
-            Answer::Report { get, way, cpu_s } => {
+            Answer::Report { get, way, process, cpu_s, usage } => {
                 if get.p50 >= measured.get.p50 {
                     measured.get = get;
                 }
-                // Relays of one process report the same processor time: at most once each would be
-                // right, and more is not known.
-                measured.server_cpu_s += cpu_s;
+                processes.insert((control.peer().to_owned(), process), (cpu_s, usage));
                 if !ways.contains(&way) {
                     ways.push(way);
                 }
@@ -196,6 +234,10 @@ fn collect(controls: &mut [Lane], measured: &mut Measured) -> Result<()> {
         }
     }
     measured.way = ways.join("+");
+    for (cpu_s, usage) in processes.into_values() {
+        measured.server_cpu_s += cpu_s;
+        measured.server_usage.add(usage);
+    }
     Ok(())
 }
 

@@ -62,6 +62,40 @@ fn line_of(path: &str, name: &str) -> Option<String> {
     Some(line.split_once(':')?.1.trim().to_owned())
 }
 
+/// What a process takes of the machine while a row is measured.
+#[derive(Clone, Copy, Debug, Default, Serialize, Deserialize)]
+pub(crate) struct Usage {
+    pub(crate) threads: u64,
+    /// Of those, the ones of relays and their engines; the others are perftest's own.
+    pub(crate) relay_threads: u64,
+    pub(crate) resident_kib: u64,
+    pub(crate) mapped_kib: u64,
+}
+
+impl Usage {
+    pub(crate) fn here() -> Self {
+        let status = |name| line_of("/proc/self/status", name).unwrap_or_default();
+        let number =
+            |name| status(name).trim_end_matches("kB").trim().parse::<u64>().unwrap_or_default();
+        let tasks = fs::read_dir("/proc/self/task").into_iter().flatten().flatten();
+        let is_relays = |name: &String| name.starts_with("relay-");
+        let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+        Self {
+            threads: number("Threads"),
+            relay_threads: names.filter(is_relays).count() as u64,
+            resident_kib: number("VmRSS"),
+            mapped_kib: number("VmSize"),
+        }
+    }
+
+    pub(crate) fn add(&mut self, other: Self) {
+        self.threads += other.threads;
+        self.relay_threads += other.relay_threads;
+        self.resident_kib += other.resident_kib;
+        self.mapped_kib += other.mapped_kib;
+    }
+}
+
 /// The cores that this process may use.
 pub(crate) fn allowed() -> Vec<usize> {
     match sched_getaffinity(Some(getpid())) {

@@ -19,6 +19,7 @@ mod case;
 mod client;
 mod machine;
 mod pattern;
+mod pipe;
 mod plot;
 mod row;
 mod server;
@@ -28,6 +29,7 @@ mod worker;
 
 use std::{
     env, error,
+    fs::File,
     io::{self, BufRead, BufReader, IsTerminal, Write},
     process::{Child, ChildStdin, Command, ExitCode, Stdio},
     sync::mpsc::{self, RecvTimeoutError},
@@ -91,8 +93,15 @@ fn alone(run: &Run) -> Result<()> {
 
 /// Case by case, in the table or as JSON.
 fn measure(run: &Run, axis: Axis, cases: &[Case], servers: &[String]) -> Result<()> {
-    let place = Place { listen: run.listen.clone(), advertise: run.advertise.clone() };
+    let (listen, advertise) = (run.listen.clone(), run.advertise.clone());
+    let place = Place { shares: !run.metadata_by_socket, listen, advertise };
     let expected: Duration = cases.iter().map(|case| case.warm_up() + case.duration()).sum();
+    let mut saved = run
+        .save
+        .as_ref()
+        .map(File::create)
+        .transpose()
+        .map_err(|error| format!("--save: {error}: name a file in a folder that is there"))?;
     let progress = Progress::new(expected);
     for (number, case) in cases.iter().enumerate() {
         progress.row(axis.show(axis.of(case)));
@@ -102,10 +111,13 @@ fn measure(run: &Run, axis: Axis, cases: &[Case], servers: &[String]) -> Result<
             return Err(STOPPED.into());
         }
         let row = Row { label: run.label(), x: axis, case: case.clone(), result, client, server };
+        if let Some(file) = &mut saved {
+            writeln!(file, "{}", serde_json::to_string(&row)?)?;
+        }
         let text = if run.json {
             serde_json::to_string(&row)?
         } else if number == 0 {
-            format!("{}\n{}", row::head(case, axis, &row.client, &row.server), row.line())
+            format!("{}\n{}", row::head(&row), row.line())
         } else {
             row.line()
         };

@@ -7,7 +7,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::{
     case::{Axis, Case, Get, Mode},
-    machine::Machine,
+    machine::{Machine, Usage},
 };
 
 /// A row, as `--json` prints it and `plot` reads it.
@@ -40,9 +40,14 @@ pub(crate) struct Measured {
     pub(crate) unsent: u64,
     /// `local` (shared memory), `tcp`, or what the engine calls it.
     pub(crate) way: String,
+    /// By what metadata went: shared memory, or a socket.
+    pub(crate) metadata: String,
     /// Processor time, of each side.
     pub(crate) client_cpu_s: f64,
     pub(crate) server_cpu_s: f64,
+    pub(crate) client_usage: Usage,
+    /// Of all its processes together.
+    pub(crate) server_usage: Usage,
 }
 
 /// Nanoseconds, of a histogram of three digits.
@@ -79,8 +84,10 @@ pub(crate) fn histogram() -> Histogram<u64> {
     Histogram::new_with_bounds(1, 600_000_000_000, 3).expect("bounds in order")
 }
 
-/// What stands above the table.
-pub(crate) fn head(case: &Case, axis: Axis, client: &Machine, server: &Machine) -> String {
+/// What stands above the table that begins with this row.
+pub(crate) fn head(row: &Row) -> String {
+    let Row { case, x: axis, client, server, .. } = row;
+    let axis = *axis;
     let mut lines = vec![format!("client: {}", client.describe())];
     if server.describe() != client.describe() {
         lines.push(format!("server: {}", server.describe()));
@@ -96,13 +103,14 @@ pub(crate) fn head(case: &Case, axis: Axis, client: &Machine, server: &Machine) 
         .map(|other| format!("{other} {}", other.show(other.of(case))))
         .collect();
     lines.push(format!(
-        "engine {engine}{way}, wait {wait}, {}, by {}{}",
+        "engine {engine}{way}, wait {wait}, {}, by {}, metadata by {}{}",
         fixed.join(", "),
         match case.get {
             Get::Into => "get_into",
             Get::Token => "get",
             Get::View => "view",
         },
+        row.result.metadata,
         if case.check { ", every byte checked" } else { "" }
     ));
     lines.extend(
@@ -120,11 +128,9 @@ pub(crate) fn head(case: &Case, axis: Axis, client: &Machine, server: &Machine) 
             Mode::Throughput => [
                 "As many puts under way as allowed: the time of each includes its time in the queue, and",
                 "is what the loop that makes them sees. How long a put takes at a given load: --rate.",
-                "",
+                "Client and servers, each: threads (relays' / all), MiB resident and mapped.",
             ],
         }
-        .into_iter()
-        .filter(|line| !line.is_empty())
         .map(str::to_owned),
     );
     lines.push(String::new());
@@ -133,8 +139,12 @@ pub(crate) fn head(case: &Case, axis: Axis, client: &Machine, server: &Machine) 
         Mode::Rate => "unsent",
         Mode::Throughput => "CPUs",
     };
+    let usage = match case.mode {
+        Mode::Throughput => format!(" {:>13} {:>9} {:>11}", "threads", "resident", "mapped"),
+        Mode::Latency | Mode::Rate => String::new(),
+    };
     lines.push(format!(
-        "{:>11} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>10} {:>8} {:>8} {:>8}  way",
+        "{:>11} {:>9} {:>9} {:>9} {:>9} {:>9} {:>9} {:>10} {:>8} {:>8} {:>8}{usage}  way",
         axis.to_string(),
         "puts",
         "p50 µs",
@@ -161,11 +171,15 @@ impl Row {
                 format!("{:.2}", all / self.result.seconds.max(1e-9))
             }
         };
+        let usage = match self.case.mode {
+            Mode::Throughput => self.usage(),
+            Mode::Latency | Mode::Rate => String::new(),
+        };
         // Fewer puts than a percentile speaks of say nothing of it.
         let p99 = if latency.count < 100 { "–".to_owned() } else { micros(latency.p99) };
         let p999 = if latency.count < 1000 { "–".to_owned() } else { micros(latency.p999) };
         format!(
-            "{:>11} {:>9} {:>9} {:>9} {p99:>9} {p999:>9} {:>9} {:>10.0} {:>8.3} {:>8} {last:>8}  {}",
+            "{:>11} {:>9} {:>9} {:>9} {p99:>9} {p999:>9} {:>9} {:>10.0} {:>8.3} {:>8} {last:>8}{usage}  {}",
             self.x.show(self.x.of(&self.case)),
             latency.count,
             micros(latency.p50),
@@ -175,6 +189,18 @@ impl Row {
             self.result.bytes_per_s / 1e9,
             micros(get.p50),
             self.result.way
+        )
+    }
+
+    fn usage(&self) -> String {
+        let Measured { client_usage: client, server_usage: server, .. } = &self.result;
+        let threads = |one: &Usage| format!("{}/{}", one.relay_threads, one.threads);
+        let mib = |one: fn(&Usage) -> u64| format!("{}+{}", one(client) >> 10, one(server) >> 10);
+        format!(
+            " {:>13} {:>9} {:>11}",
+            format!("{}+{}", threads(client), threads(server)),
+            mib(|one| one.resident_kib),
+            mib(|one| one.mapped_kib)
         )
     }
 }

@@ -2,7 +2,8 @@
 
 use std::{
     collections::{HashMap, VecDeque},
-    io::{self, Read, Write},
+    hash::{BuildHasher, RandomState},
+    io::{self, Write},
     net::{SocketAddr, TcpListener, TcpStream},
     process,
     sync::{
@@ -22,9 +23,11 @@ use serde_json::json;
 use crate::{
     Result, args,
     case::{Case, Get, size_name},
-    machine::{self, Machine},
-    pattern, row,
-    wire::{Answer, Ask, Heard, Hello, Lane, SYNC, VERSION},
+    machine::{self, Machine, Usage},
+    pattern,
+    pipe::Pipe,
+    row,
+    wire::{Answer, Ask, Heard, Hello, Lane, SHARED, SYNC, VERSION},
 };
 
 /// Flags of the server.
@@ -152,12 +155,13 @@ impl House {
                 );
                 Ok(lane.tell(&Answer::Failed { error })?)
             }
-            Ok(Hello::Lane { session, peer, lane: number }) => {
+            Ok(Hello::Lane { session, peer, lane: number, shares }) => {
                 let found = self.sessions.lock().get(&(session, peer)).cloned();
-                match found {
-                    Some(session) => session.serve(lane, number),
-                    None => Err("a lane of no session: its client has ended".into()),
+                let session = found.ok_or("a lane of no session: its client has ended")?;
+                if shares {
+                    share(&mut lane, &session.case)?;
                 }
+                session.serve(lane, number)
             }
             Err(error) => {
                 let error = format!("no perftest client spoke here: {error}");
@@ -168,9 +172,11 @@ impl House {
 
     /// Makes a relay, and keeps it as long as the client is there.
     fn host(&self, lane: &mut Lane, key: (u64, usize), case: Case) -> Result<()> {
-        // Slots, and a buffer for each lane.
+        // Slots, and for each lane a buffer and what metadata goes by.
         let buffers = (case.receive_credits() as usize).saturating_add(case.threads);
+        let lanes = case.threads.saturating_mul(8 * case.lane_words());
         let needed = buffers.saturating_mul(case.slot_size().saturating_add(4096));
+        let needed = needed.saturating_add(lanes);
         let taken = self.taken.fetch_add(needed, Ordering::Relaxed);
         let outcome = if taken.saturating_add(needed) > self.memory {
             let error = format!(
@@ -199,6 +205,21 @@ impl House {
         self.sessions.lock().remove(&key);
         outcome
     }
+}
+
+/// Offers the client memory for the lines of its lane; it may be on a host that only seems to be this.
+fn share(lane: &mut Lane, case: &Case) -> Result<()> {
+    let Ok((pipe, address)) = Pipe::create(case.lane_words(), RandomState::new().hash_one(0))
+    else {
+        return Ok(lane.tell(&Answer::Done)?);
+    };
+    lane.tell(&Answer::Pipe { address })?;
+    match lane.hear(Some(Instant::now() + GREETING))? {
+        Heard::Line(SHARED) => lane.go_by(pipe),
+        Heard::Line(_) => {}
+        Heard::Nothing | Heard::End => return Err("a client left while it opened a lane".into()),
+    }
+    Ok(())
 }
 
 impl Session {
@@ -244,8 +265,9 @@ impl Session {
                         all.add(&*times.lock())?;
                     }
                     let cpu_s = (machine::cpu_time() - cpu).as_secs_f64();
-                    let way = self.way();
-                    lane.tell(&Answer::Report { get: row::Times::of(&all), way, cpu_s })?;
+                    let (get, way) = (row::Times::of(&all), self.way());
+                    let (process, usage) = (process::id(), Usage::here());
+                    lane.tell(&Answer::Report { get, way, process, cpu_s, usage })?;
                 }
             }
         }
@@ -280,7 +302,7 @@ impl Session {
         if let Err(error) = outcome {
             // The client hears why; what it still sends must not come back as a reset before that.
             let _ = lane.tell(&Answer::Failed { error: error.to_string() });
-            let _ = io::copy(&mut lane.stream().take(u64::MAX), &mut io::sink());
+            lane.drain();
         }
         Ok(())
     }

@@ -2,12 +2,13 @@
 //!
 //! One connection for each receiving relay carries the case, and at the end the receiver's own
 //! figures. One for each thread of the client and each relay, a *lane*, carries metadata. It is the
-//! channel that a user would have of his own, so what it costs is measured beside.
+//! channel that a user would have of his own, so what it costs is measured beside. Where both ends are
+//! on one host, its lines go by memory that they share, and the connection says who has ended.
 
 use std::{
     fmt::Display,
     hint, io,
-    net::TcpStream,
+    net::{SocketAddr, TcpStream},
     thread,
     time::{Duration, Instant},
 };
@@ -20,10 +21,17 @@ use rustix::{
 };
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 
-use crate::{Result, case::Case, machine::Machine, row::Times, stopped};
+use crate::{
+    Result,
+    case::Case,
+    machine::{Machine, Usage},
+    pipe::{self, Pipe},
+    row::Times,
+    stopped,
+};
 
 /// Says that both ends speak alike.
-pub(crate) const VERSION: u32 = 1;
+pub(crate) const VERSION: u32 = 2;
 
 /// How long either side waits for an answer to a control message.
 pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
@@ -34,8 +42,9 @@ pub(crate) const PATIENCE: Duration = Duration::from_secs(30);
 pub(crate) enum Hello {
     /// Make a relay for this case.
     Peer { version: u32, session: u64, peer: usize, case: Box<Case> },
-    /// Metadata for that relay will come here.
-    Lane { session: u64, peer: usize, lane: usize },
+    /// Metadata for that relay will come here; or by shared memory, if the client, which is on this
+    /// host, can open what it is then told of.
+    Lane { session: u64, peer: usize, lane: usize, shares: bool },
 }
 
 /// What the client asks of a server on a connection that is no lane.
@@ -53,6 +62,10 @@ pub(crate) enum Ask {
 #[serde(tag = "answer", rename_all = "lowercase")]
 pub(crate) enum Answer {
     Done,
+    /// Of a lane that may share memory: where it is.
+    Pipe {
+        address: pipe::Address,
+    },
     Ready {
         machine: Box<Machine>,
     },
@@ -65,7 +78,10 @@ pub(crate) enum Answer {
         get: Times,
         /// Which way the bytes came.
         way: String,
+        /// Of the process, which may have several relays.
+        process: u32,
         cpu_s: f64,
+        usage: Usage,
     },
     Failed {
         error: String,
@@ -74,6 +90,9 @@ pub(crate) enum Answer {
 
 /// What a lane carries beside metadata: "answer this when all that came before is done".
 pub(crate) const SYNC: &str = "{\"cmd\":\"sync\"}";
+/// The client has opened the memory, or has not: the last line by the connection, or one of many.
+pub(crate) const SHARED: &str = "{\"cmd\":\"shared\"}";
+pub(crate) const APART: &str = "{\"cmd\":\"apart\"}";
 
 /// A longer line is no line of ours.
 const LONGEST: usize = 64 << 10;
@@ -81,6 +100,8 @@ const LONGEST: usize = 64 << 10;
 /// A connection, read line by line in the way of the wait strategy.
 pub(crate) struct Lane {
     stream: TcpStream,
+    /// By which the lines go in place of the connection.
+    pipe: Option<Pipe>,
     peer: String,
     wait: WaitStrategy,
     out: Vec<u8>,
@@ -104,7 +125,7 @@ impl Lane {
         stream.set_nodelay(true)?;
         let peer = stream.peer_addr()?.to_string();
         let read = vec![0; 2 * LONGEST].into_boxed_slice();
-        Ok(Self { stream, peer, wait, out: Vec::new(), read, at: 0, end: 0 })
+        Ok(Self { stream, pipe: None, peer, wait, out: Vec::new(), read, at: 0, end: 0 })
     }
 
     pub(crate) fn peer(&self) -> &str {
@@ -120,11 +141,54 @@ impl Lane {
         self.wait = wait;
     }
 
+    /// From now on the lines go by it.
+    pub(crate) fn go_by(&mut self, pipe: Pipe) {
+        self.pipe = Some(pipe);
+    }
+
+    pub(crate) fn is_shared(&self) -> bool {
+        self.pipe.is_some()
+    }
+
+    /// Whether the other end can be on this host: it has an address of ours.
+    pub(crate) fn may_share(&self) -> bool {
+        let of = |address: io::Result<SocketAddr>| address.map(|at| at.ip().to_canonical());
+        match (of(self.stream.local_addr()), of(self.stream.peer_addr())) {
+            (Ok(own), Ok(other)) => own == other || own.is_loopback() && other.is_loopback(),
+            _ => false,
+        }
+    }
+
+    /// Whether the other process has ended, told or not.
+    pub(crate) fn is_gone(&self) -> bool {
+        let flags = RecvFlags::DONTWAIT | RecvFlags::PEEK;
+        matches!(recv(&self.stream, &mut [0; 1], flags), Ok((0, _)) | Err(Errno::CONNRESET))
+    }
+
     /// Sends a line.
     pub(crate) fn say(&mut self, line: impl Display) -> io::Result<()> {
         use io::Write as _;
         self.out.clear();
-        writeln!(self.out, "{line}")?;
+        write!(self.out, "{line}")?;
+        if self.pipe.is_some() {
+            let whole = (self.out.len() + 1).next_multiple_of(8);
+            self.out.resize(whole - 1, b' ');
+        }
+        self.out.push(b'\n');
+        if let Some(pipe) = &self.pipe {
+            let (mut words, _) = self.out.as_chunks::<8>();
+            while !words.is_empty() {
+                let sent = pipe.write(words);
+                words = &words[sent..];
+                if sent == 0 {
+                    if pipe.is_closed() || self.is_gone() {
+                        return Err(io::ErrorKind::BrokenPipe.into());
+                    }
+                    pipe.sleep_until_room(&MOMENT); // the other side is behind
+                }
+            }
+            return Ok(());
+        }
         let mut sent = 0;
         while sent < self.out.len() {
             match send(&self.stream, &self.out[sent..], SendFlags::NOSIGNAL | SendFlags::DONTWAIT) {
@@ -146,6 +210,7 @@ impl Lane {
     pub(crate) fn hear(&mut self, deadline: Option<Instant>) -> io::Result<Heard<'_>> {
         let mut looks = 0_u32;
         let mut since = None;
+        let mut sleeps = false;
         loop {
             if let Some(end) = self.line()? {
                 return self.taken(end);
@@ -155,8 +220,11 @@ impl Lane {
                 Filled::More => continue,
                 Filled::Nothing => {}
             }
+            if sleeps && self.pipe.is_some() && self.is_gone() {
+                return Ok(Heard::End);
+            }
             looks = looks.wrapping_add(1);
-            let sleeps = match self.wait {
+            sleeps = match self.wait {
                 WaitStrategy::Spin => {
                     hint::spin_loop();
                     false
@@ -168,7 +236,7 @@ impl Lane {
                 }
                 WaitStrategy::Auto => {
                     hint::spin_loop();
-                    looks.is_multiple_of(16) && {
+                    looks.is_multiple_of(if self.pipe.is_some() { 64 } else { 16 }) && {
                         thread::yield_now();
                         since.get_or_insert_with(Instant::now).elapsed() >= GRACE
                     }
@@ -200,6 +268,11 @@ impl Lane {
                 Filled::Nothing => return Ok(Heard::Nothing),
             }
         }
+    }
+
+    /// Takes what comes, until the end, and looks at none of it.
+    pub(crate) fn drain(&mut self) {
+        while matches!(self.hear(None), Ok(Heard::Line(_) | Heard::Nothing)) {}
     }
 
     /// An answer, or why there is none.
@@ -236,7 +309,7 @@ impl Lane {
         let rest = &self.read[self.at..self.end];
         match rest.iter().position(|&byte| byte == b'\n') {
             Some(len) => Ok(Some(self.at + len)),
-            None if rest.len() > LONGEST => {
+            None if rest.len() >= LONGEST => {
                 Err(io::Error::new(io::ErrorKind::InvalidData, "a line without an end"))
             }
             None => Ok(None),
@@ -247,7 +320,7 @@ impl Lane {
         let line = &self.read[self.at..end];
         self.at = end + 1;
         str::from_utf8(line)
-            .map(Heard::Line)
+            .map(|line| Heard::Line(line.trim_end()))
             .map_err(|error| io::Error::new(io::ErrorKind::InvalidData, error))
     }
 
@@ -258,6 +331,16 @@ impl Lane {
         } else if self.at > LONGEST {
             self.read.copy_within(self.at..self.end, 0);
             (self.at, self.end) = (0, self.end - self.at);
+        }
+        if let Some(pipe) = &self.pipe {
+            let closed = pipe.is_closed(); // before the look: what was sent before counts
+            let len = pipe.read(&mut self.read[self.end..]);
+            self.end += len;
+            return Ok(match len {
+                0 if closed => Filled::End,
+                0 => Filled::Nothing,
+                _ => Filled::More,
+            });
         }
         match recv(&self.stream, &mut self.read[self.end..], RecvFlags::DONTWAIT) {
             Ok((0, _)) | Err(Errno::CONNRESET) => Ok(Filled::End),
@@ -272,8 +355,11 @@ impl Lane {
 
     /// Sleeps until the socket is ready, and a moment at most.
     fn ready(&self, flags: PollFlags) -> io::Result<()> {
-        let moment = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-        match poll(&mut [PollFd::new(&self.stream, flags)], Some(&moment)) {
+        if let Some(pipe) = &self.pipe {
+            pipe.sleep_until_come(&MOMENT);
+            return Ok(());
+        }
+        match poll(&mut [PollFd::new(&self.stream, flags)], Some(&MOMENT)) {
             Ok(_) | Err(Errno::INTR) => Ok(()),
             Err(error) => Err(error.into()),
         }
@@ -286,6 +372,7 @@ enum Filled {
     End,
 }
 
+const MOMENT: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
 /// As long as a relay's own.
 const GRACE: Duration = Duration::from_micros(50);
 

@@ -3,7 +3,7 @@
 use std::{
     collections::VecDeque,
     fmt::Display,
-    hint, thread,
+    hint, mem, thread,
     time::{Duration, Instant},
 };
 
@@ -14,7 +14,7 @@ use crate::{
     Result,
     case::{Case, Mode},
     client, machine, pattern, row, stopped,
-    wire::{Answer, Heard, Lane, gone},
+    wire::{self, Answer, Heard, Lane, gone},
 };
 
 /// What a round of a worker came to.
@@ -56,14 +56,18 @@ const PATIENCE: Duration = Duration::from_secs(30);
 const OVERTIME: Duration = Duration::from_secs(2);
 /// Sleeps end late: the rest of the time before a put is due is spent looking.
 const EARLY: Duration = Duration::from_micros(200);
-/// A thread with several lanes looks at all of them for so long, then sleeps on one for as long.
-const SPIN: Duration = Duration::from_micros(50);
+/// How long a thread with several lanes waits for the oldest put before it looks at the others.
+const GLANCE: Duration = Duration::from_micros(50);
 
 impl<'r> Worker<'r> {
     pub(crate) fn new(case: &'r Case, relay: &'r Relay, number: usize, lanes: Vec<Lane>) -> Self {
         let lanes =
             lanes.into_iter().map(|lane| Way { lane, puts: 0, pending: VecDeque::new() }).collect();
         Self { case, relay, number, lanes, pending: 0, looks: 0 }
+    }
+
+    pub(crate) fn lanes(&self) -> impl Iterator<Item = &Lane> {
+        self.lanes.iter().map(|way| &way.lane)
     }
 
     /// A text as long as metadata to the first peer, and a line back.
@@ -196,8 +200,13 @@ impl<'r> Worker<'r> {
 
     /// Takes in every put that has ended.
     fn settle(&mut self, round: &mut Round) -> Result<()> {
+        let mut drives = true;
         for lane in 0..self.lanes.len() {
             while let Some(put) = self.lanes[lane].pending.front_mut() {
+                // To poll one token is to look at the engine for all of them.
+                if !mem::take(&mut drives) && !put.token.is_done() {
+                    break;
+                }
                 let Some(outcome) = put.token.poll() else { break };
                 self.ended(lane, outcome, round)?;
             }
@@ -233,13 +242,12 @@ impl<'r> Worker<'r> {
         let oldest = (0..self.lanes.len()).filter(|lane| since(lane).is_some()).min_by_key(since);
         match oldest {
             None if left > EARLY => thread::sleep((left - EARLY).min(TICK)),
-            // Any of several lanes may be first; and a sleep would end too late.
+            // A sleep would end too late.
             _ if left <= EARLY => self.look_again(),
-            Some(lane) if self.lanes.len() > 1 && Some(now) < since(&lane).map(|at| at + SPIN) => {
-                self.look_again();
-            }
             Some(lane) => {
-                let most = if self.lanes.len() > 1 { SPIN } else { left - EARLY };
+                // The put of another lane may end before it: in an open loop its time counts.
+                let others = self.lanes.len() > 1 && self.case.mode == Mode::Rate;
+                let most = if others { GLANCE } else { left - EARLY };
                 let put = self.lanes[lane].pending.front_mut().expect("it is the oldest");
                 if let Some(outcome) = put.token.wait_timeout(most.min(TICK)) {
                     self.ended(lane, outcome, round)?;
@@ -302,11 +310,12 @@ impl<'r> Worker<'r> {
             return Err(crate::STOPPED.into());
         }
         for way in &mut self.lanes {
+            let gone = way.lane.is_gone();
             match way.lane.look()? {
-                Heard::Nothing => {}
+                Heard::Nothing if !gone => {}
                 // A receiver says nothing of its own accord, but why it gives up.
                 Heard::Line(line) => return Err(told(line)),
-                Heard::End => return Err(gone(way.lane.peer()).into()),
+                Heard::Nothing | Heard::End => return Err(wire::gone(way.lane.peer()).into()),
             }
         }
         Ok(())
