@@ -1,7 +1,7 @@
 # What a developer needs. `make` alone lists it.
 .NOTPARALLEL:
 .PHONY: help test quickstart interop interop-all soak mooncake-valgrind fmt lint loom mutants faults \
-	fuzz sanitize miri deny bench compare counts wheel packages cuda-device
+	fuzz sanitize miri deny bench compare scale counts wheel packages cuda-device
 
 CARGO = cargo
 began := $(shell date +%s)
@@ -25,6 +25,7 @@ help:
 	@echo 'make deny        licences, sources and bans of what we depend on; advisories if reachable'
 	@echo 'make bench       what things cost here: benches/, four minutes once it is built'
 	@echo 'make compare     what others take for the same job, beside ours: rivals/, some minutes (ARGS=--quick: one)'
+	@echo 'make scale       throughput, latency, memory and threads as the load grows, in tables and plots: four minutes'
 	@echo 'make cuda-device builds what tests/cuda-device.sh runs on a machine with a GPU: target/cuda-device'
 	@echo 'make counts      instructions for each step, under valgrind'
 	@echo 'make wheel       installs the real engine for the Python peer, under target/'
@@ -166,6 +167,12 @@ compare:
 	$(call stage,what they want beyond Rust; then everybody in turn)
 	settings=$$(sh rivals/setup.sh --packages); eval "$$settings"; \
 		$(CARGO) run --quiet $(rivals) --release -- --out $(CURDIR)/target $(ARGS)
+
+# The pictures are in benches/plots/, the rows in target/scale/.
+scale:
+	@date -u; uname -srm; nproc; sed -n 's/^model name\t: //p' /proc/cpuinfo | uniq; cat /proc/loadavg
+	$(CARGO) build --release --example perftest
+	sh benches/scale.sh $${CARGO_TARGET_DIR:-target}/release/examples/perftest $${CARGO_TARGET_DIR:-target}/scale
 
 # Stripped, so that it travels. The newest of each name is what this build made.
 CUDA_DEVICE = $(CURDIR)/target/cuda-device

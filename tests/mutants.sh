@@ -218,7 +218,7 @@ orderings() {
     c=src/pool/credits.rs
     mutant "give_back: no fence" $c '/pub fn give_back(/,/^    }/s/fence(Ordering::SeqCst);//' loom
     mutant "enqueue: no fence" $c '/pub fn enqueue(/,/^    }/s/fence(Ordering::SeqCst);//' loom
-    mutant "take_or_starve: no fence" $c '/pub fn take_or_starve(/,/^    }/s/fence(Ordering::SeqCst);//' loom
+    mutant "take_or_starve: no fence" $c '/pub fn starve(/,/^    }/s/fence(Ordering::SeqCst);//' loom
     mutant "pop_any: no fence" $c '/fn pop_any(/,/^    }/s/fence(Ordering::SeqCst);//' loom
     mutant "pop_any: load loses Acquire" $c '/fn pop_any(/,/^    }/s/Ordering::Acquire/Ordering::Relaxed/' loom
     mutant "pop_any: a credit that moved is not looked for" $c '/fn pop_any(/,/^    }/s/if found.is_some().*{/if true {/' loom

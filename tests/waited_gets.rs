@@ -1,5 +1,5 @@
 //! Gets for which somebody waits at once wake no thread; those for which nobody does are read all the
-//! same.
+//! same, and by as many threads as there are slots for.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
@@ -14,7 +14,7 @@ use std::{
 };
 
 use crossbeam::channel;
-use mooncake_relay::{Completion, Config, Relay, Tensor};
+use mooncake_relay::{Completion, Config, Relay, Slot, Tensor};
 
 use crate::common::{
     gate::Gate,
@@ -22,7 +22,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(120);
+const WATCHDOG: Duration = Duration::from_secs(60);
 const THREADS: usize = 4;
 
 #[test]
@@ -63,6 +63,53 @@ fn after_many_gets_that_were_waited_for_others_are_read_by_every_thread() {
         for _ in 0..THREADS {
             let Completion { tag, result } = rx.recv().unwrap();
             assert_eq!(result.unwrap()[..], [tag as u8]);
+        }
+    });
+}
+
+#[test]
+fn slots_that_come_back_together_are_filled_by_as_many_threads() {
+    slots_come_back("together", |held, _| held.clear());
+}
+
+#[test]
+fn slots_that_come_back_while_another_is_filled_are_filled_too() {
+    slots_come_back("one-by-one", |held, gate| {
+        for filling in 1..=THREADS {
+            held.pop();
+            gate.entered(filling);
+        }
+    });
+}
+
+/// All slots are held while as many gets wait; `give` gives them back. Each read stays in its engine
+/// until all have begun, so that no thread does the work of two.
+fn slots_come_back(name: &'static str, give: fn(&mut Vec<Slot>, &Gate)) {
+    within(WATCHDOG, move || {
+        let engine = Hooked::new(name);
+        let config = Config::default()
+            .with_slot_size(64)
+            .with_credits(2 * THREADS as u32)
+            .with_receive_credits(THREADS as u32)
+            .with_transfer_threads(THREADS);
+        let relay = Relay::new(engine.engine(), &config).unwrap();
+        let get = |byte: u8| {
+            let (metadata, _) = relay.put_bytes(&[byte], Tensor::bytes(1)).unwrap();
+            relay.get(&metadata).unwrap()
+        };
+        let mut held: Vec<_> = (0..THREADS).map(|_| get(0).wait().unwrap()).collect();
+        let (gate, barrier) = Gate::pair();
+        engine.before(Call::Read, move || {
+            barrier.pass();
+            Ok(())
+        });
+        let waiting: Vec<_> = (1..=THREADS as u8).map(get).collect();
+        thread::sleep(Duration::from_millis(50)); // wider: the threads look, and lie down again
+        give(&mut held, &gate);
+        gate.entered(THREADS);
+        gate.open();
+        for (byte, token) in (1..).zip(waiting) {
+            assert_eq!(token.wait().unwrap()[..], [byte]);
         }
     });
 }

@@ -37,7 +37,8 @@ What is measured:
   --mode throughput  As many puts as --outstanding allows, as fast as they end.
   --parked           Nothing happens for 300 µs before each put, so that threads have gone to sleep.
   --check            Every put has bytes of its own, and the receiver looks at every one of them.
-  --x, --values      What differs from row to row: size, outstanding, threads, peers or credits.
+  --x, --values      What differs from row to row: size, outstanding, threads, peers, credits or
+                     transfer-threads.
 
 Examples:
   perftest                                          latency by size, on this host
@@ -82,6 +83,9 @@ pub(crate) struct Run {
     /// Bytes a put: 4096, 64K, 1M.
     #[arg(long, value_parser = case::size)]
     size: Option<usize>,
+    /// Measure each row so many times, and show the one of the median throughput.
+    #[arg(long, default_value_t = 1, value_parser = positive)]
+    pub(crate) runs: usize,
     /// Putting threads, which share one relay.
     #[arg(long, default_value_t = 1, value_parser = positive)]
     threads: usize,
@@ -245,7 +249,7 @@ impl Run {
             get: self.get,
             check: self.check,
             wait: self.wait,
-            transfer_threads: self.transfer_threads,
+            transfer_threads: of(Axis::TransferThreads, self.transfer_threads),
             cores: self.cores.clone(),
             receiver_cores: self.receiver_cores.clone(),
             engine: self.engine.clone(),

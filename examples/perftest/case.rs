@@ -67,13 +67,14 @@ pub(crate) enum Get {
 
 /// What differs from row to row.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "lowercase")]
+#[serde(rename_all = "kebab-case")]
 pub(crate) enum Axis {
     Size,
     Outstanding,
     Threads,
     Peers,
     Credits,
+    TransferThreads,
 }
 
 impl Axis {
@@ -93,7 +94,7 @@ impl Axis {
                 64 << 20,
             ],
             Self::Outstanding => &[1, 4, 16, 64, 256, 1024, 4096],
-            Self::Threads => &[1, 2, 4, 8, 16],
+            Self::Threads | Self::TransferThreads => &[1, 2, 4, 8, 16],
             Self::Peers => &[1, 2, 4, 8, 16, 32, 64],
             Self::Credits => &[1, 4, 16, 64, 256, 1024],
         }
@@ -106,6 +107,7 @@ impl Axis {
             Self::Threads => case.threads,
             Self::Peers => case.peers,
             Self::Credits => case.credits as usize,
+            Self::TransferThreads => case.transfer_threads,
         }
     }
 
@@ -122,6 +124,7 @@ impl Axis {
             Self::Threads => "putting threads",
             Self::Peers => "receiving relays",
             Self::Credits => "slots (credits)",
+            Self::TransferThreads => "transfer threads of the receiver",
         }
     }
 }
@@ -134,6 +137,7 @@ impl fmt::Display for Axis {
             Self::Threads => "threads",
             Self::Peers => "peers",
             Self::Credits => "credits",
+            Self::TransferThreads => "workers",
         })
     }
 }

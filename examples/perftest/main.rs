@@ -96,6 +96,7 @@ fn measure(run: &Run, axis: Axis, cases: &[Case], servers: &[String]) -> Result<
     let (listen, advertise) = (run.listen.clone(), run.advertise.clone());
     let place = Place { shares: !run.metadata_by_socket, listen, advertise };
     let expected: Duration = cases.iter().map(|case| case.warm_up() + case.duration()).sum();
+    let expected = expected * run.runs as u32;
     let mut saved = run
         .save
         .as_ref()
@@ -105,12 +106,18 @@ fn measure(run: &Run, axis: Axis, cases: &[Case], servers: &[String]) -> Result<
     let progress = Progress::new(expected);
     for (number, case) in cases.iter().enumerate() {
         progress.row(axis.show(axis.of(case)));
-        let client = Machine::here(); // the load before it
-        let (result, server) = client::measure(case, servers, &place)?;
-        if stopped() {
-            return Err(STOPPED.into());
+        let mut rows = Vec::new();
+        for _ in 0..run.runs {
+            let client = Machine::here(); // the load before it
+            let (result, server) = client::measure(case, servers, &place)?;
+            if stopped() {
+                return Err(STOPPED.into());
+            }
+            let (label, case) = (run.label(), case.clone());
+            rows.push(Row { label, x: axis, case, result, client, server });
         }
-        let row = Row { label: run.label(), x: axis, case: case.clone(), result, client, server };
+        rows.sort_by(|one, other| one.result.puts_per_s.total_cmp(&other.result.puts_per_s));
+        let row = rows.swap_remove(run.runs / 2);
         if let Some(file) = &mut saved {
             writeln!(file, "{}", serde_json::to_string(&row)?)?;
         }

@@ -7,6 +7,7 @@ use clap::Args;
 use crate::{
     Result,
     case::{Axis, Mode},
+    machine::Usage,
     row::Row,
 };
 
@@ -47,7 +48,34 @@ pub(crate) fn draw(plot: &Plot) -> Result<()> {
     let svg = picture(&plot.title, axis, &series, by_puts);
     fs::write(&plot.out, svg).map_err(|error| format!("{}: {error}", plot.out.display()))?;
     println!("{}: {} runs", plot.out.display(), series.len());
+    if axis != Axis::Size {
+        series.iter().for_each(|one| println!("{}", growth(axis, one)));
+    }
     Ok(())
+}
+
+/// What becomes of throughput and of p99 as the load grows.
+fn growth(axis: Axis, series: &Series) -> String {
+    let rows = &series.rows;
+    let rate = |row: &Row| row.result.puts_per_s;
+    let best = rows.iter().max_by(|one, other| rate(one).total_cmp(&rate(other)));
+    let Some(best) = best else { return String::new() };
+    let load = |row: &Row| axis.of(&row.case);
+    let beyond = rows.iter().filter(|row| load(row) > load(best)).map(rate);
+    let kept = beyond.fold(rate(best), f64::min) / rate(best);
+    let (first, last) = (&rows[0], &rows[rows.len() - 1]);
+    let p99 = |row: &Row| row.result.latency.p99.max(1) as f64;
+    format!(
+        "{}: most at {axis} {}, {:.0} puts/s, and {:.0} % of that at least beyond; from the first row to \
+         the last {axis} × {}, p99 × {:.1}, puts/s × {:.1}",
+        series.label,
+        load(best),
+        rate(best),
+        kept * 100.0,
+        load(last) / load(first).max(1),
+        p99(last) / p99(first),
+        rate(last) / rate(first).max(1e-9)
+    )
 }
 
 fn read(files: &[PathBuf]) -> Result<Vec<Series>> {
@@ -81,23 +109,25 @@ fn read(files: &[PathBuf]) -> Result<Vec<Series>> {
 /// Told apart also by those who do not see all colours.
 const COLOURS: [&str; 8] =
     ["#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#8c6d31"];
-const WIDTH: f64 = 1160.0;
 const PANEL: f64 = 460.0;
 const HEIGHT: f64 = 380.0;
 const TOP: f64 = 84.0;
-/// Where the two panels begin.
-const LEFTS: [f64; 2] = [82.0, 664.0];
+/// Where the panels begin.
+const LEFTS: [f64; 3] = [82.0, 664.0, 1246.0];
 const LEGEND_LINE: f64 = 20.0;
 
 fn picture(title: &str, axis: Axis, series: &[Series], by_puts: bool) -> String {
+    // What a load takes of the machine is of no interest by size.
+    let panels = if axis == Axis::Size { 2 } else { 3 };
+    let width = LEFTS[panels - 1] + PANEL + 36.0;
     let rows = series.len().div_ceil(2) as f64;
     let whole = TOP + HEIGHT + 76.0 + rows * LEGEND_LINE + 26.0;
     let mut svg = format!(
-        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {WIDTH} {whole}\" width=\"{WIDTH}\" \
+        "<svg xmlns=\"http://www.w3.org/2000/svg\" viewBox=\"0 0 {width} {whole}\" width=\"{width}\" \
          height=\"{whole}\" font-family=\"sans-serif\" font-size=\"13\" fill=\"#222\">\n\
          <rect width=\"100%\" height=\"100%\" fill=\"white\"/>\n"
     );
-    label(&mut svg, WIDTH / 2.0, 30.0, "middle", "font-size=\"19\"", title);
+    label(&mut svg, width / 2.0, 30.0, "middle", "font-size=\"19\"", title);
     let x = |row: &Row| row.x.of(&row.case) as f64;
     let micros = |nanos: u64| nanos as f64 / 1e3;
     let p50 = |row: &Row| micros(row.result.latency.p50);
@@ -117,6 +147,15 @@ fn picture(title: &str, axis: Axis, series: &[Series], by_puts: bool) -> String 
     );
     let what = if by_puts { "throughput, puts a second" } else { "throughput, GB/s" };
     panel(&mut svg, LEFTS[1], what, axis, series, &[(&|row| (x(row), rate(row)), false)]);
+    let both = |row: &Row, one: fn(&Usage) -> u64| {
+        (one(&row.result.client_usage) + one(&row.result.server_usage)) as f64
+    };
+    let memory = |row: &Row| (x(row), both(row, |one| one.resident_kib) / 1024.0);
+    let threads = |row: &Row| (x(row), both(row, |one| one.relay_threads));
+    if panels == 3 {
+        let title = "both sides: MiB resident solid, threads of relays dashed";
+        panel(&mut svg, LEFTS[2], title, axis, series, &[(&memory, false), (&threads, true)]);
+    }
     legend(&mut svg, series, TOP + HEIGHT + 76.0);
     svg.push_str("</svg>\n");
     svg

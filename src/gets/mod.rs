@@ -124,6 +124,8 @@ struct Table<M: Memory> {
     reading: usize,
     suspect: usize,
     idle: usize,
+    /// A thread was woken for what is queued, and has not looked yet.
+    waking: bool,
     streak: Streak,
     closed: bool,
 }
@@ -168,6 +170,7 @@ impl<M: Memory> Gets<M> {
             reading: 0,
             suspect: 0,
             idle: 0,
+            waking: false,
             streak: Streak::default(),
             closed: false,
         };
@@ -195,7 +198,7 @@ impl<M: Memory> Gets<M> {
         table.queued += 1;
         table.order.push_back(handle);
         table.sweep();
-        let wakes = table.idle > 0 && !table.streak.stands_in();
+        let wakes = !table.streak.stands_in() && self.should_wake(&mut table);
         // Before the wake: who is woken would only wait for the lock, and we would wake it again.
         drop(table);
         if wakes {

@@ -46,13 +46,11 @@ impl Streak {
         prompt
     }
 
-    /// A thread takes a get. Whether that ends a streak.
-    pub(super) fn taken(&mut self) -> bool {
-        let ends = self.is_long();
-        if ends {
+    /// A thread takes a get, which ends a streak.
+    pub(super) fn taken(&mut self) {
+        if self.is_long() {
             self.end();
         }
-        ends
     }
 
     /// Nobody waited for a get, or so late that a thread might have read it meanwhile.

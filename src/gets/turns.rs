@@ -69,6 +69,11 @@ impl<M: Memory> Gets<M> {
             }
             let now = Instant::now();
             if let Some(work) = self.pick(&mut table, now) {
+                let wakes = self.should_wake(&mut table);
+                drop(table);
+                if wakes {
+                    self.work.notify_one();
+                }
                 return work;
             }
             let due = table.tells.iter().map(|(due, _)| *due).filter(|due| *due > now).min();
@@ -79,6 +84,7 @@ impl<M: Memory> Gets<M> {
                 None => self.work.wait(&mut table),
             }
             table.idle -= 1;
+            table.waking = false;
             naps.end(&mut table.streak);
         }
     }
@@ -88,13 +94,10 @@ impl<M: Memory> Gets<M> {
         let mut table = self.table.lock();
         peer.end();
         table.suspect -= usize::from(was_suspect);
-        // Gets of that peer, or of another suspect, may have waited for this.
-        if table.idle > 0 && !table.order.is_empty() {
-            // A peer that has proven itself opens the way for all its gets.
-            let most = if was_suspect { table.idle } else { 1 };
-            for _ in 0..most {
-                self.work.notify_one();
-            }
+        // Gets of that peer, or of another suspect, may have waited for this; where that can only be one,
+        // this thread takes it next. A peer that has proven itself opens the way for all its gets.
+        if was_suspect && table.idle > 0 && !table.order.is_empty() {
+            self.work.notify_all();
         }
     }
 
@@ -205,9 +208,23 @@ impl<M: Memory> Gets<M> {
 
     /// A receive slot came back while somebody wanted one.
     pub(crate) fn slot_returned(&self) {
-        let _table = self.table.lock();
-        // All: one that is woken may find that its get was claimed by a caller.
-        self.work.notify_all();
+        let wakes = self.should_wake(&mut self.table.lock());
+        if wakes {
+            self.work.notify_one();
+        }
+    }
+
+    /// Whether the caller must wake a thread: there is a get, and a slot for it; else a slot that comes
+    /// back is reported. One thread at a time: it has the next woken where there is more of both, and
+    /// looks behind a get that somebody else has claimed.
+    pub(super) fn should_wake(&self, table: &mut Table<M>) -> bool {
+        if table.queued == 0 || table.idle == 0 || table.waking {
+            return false;
+        }
+        let slots = self.receive.credits();
+        // One that is idle looks as soon as it has the lock, be it woken by this or by itself.
+        table.waking = slots.free() > 0 || !slots.starve();
+        table.waking
     }
 
     /// A place is being read no more.
@@ -258,9 +275,7 @@ impl<M: Memory> Gets<M> {
         let next = table.first(|what| may(table, &what.peer))?;
         let what = table.queued_job(next)?.what.clone();
         let credit = self.receive.credits().take_or_starve()?;
-        if table.streak.taken() && table.queued > 1 {
-            self.work.notify_all(); // nobody was woken for the others
-        }
+        table.streak.taken();
         let slot = self.receive.slot(credit, what.remote.len);
         if table.busy_with(&what.peer) {
             return Some(Work::Probe { handle: next, what, slot });

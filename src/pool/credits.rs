@@ -116,11 +116,18 @@ impl Credits {
     /// As [`Self::try_take`]; after a `None` the next credit to come back is reported.
     pub fn take_or_starve(&self) -> Option<u32> {
         self.try_take().or_else(|| {
-            self.starved.store(true, Ordering::Relaxed);
-            // Partner: the fence in `give_back`. Either we see its credit, or it sees us starve.
-            fence(Ordering::SeqCst);
+            self.starve();
             self.try_take()
         })
+    }
+
+    /// Has the next credit to come back reported; true where none is free, so that it will be one
+    /// that comes back later.
+    pub fn starve(&self) -> bool {
+        self.starved.store(true, Ordering::Relaxed);
+        // Partner: the fence in `give_back`. Either we see its credit, or it sees us starve.
+        fence(Ordering::SeqCst);
+        self.free() == 0
     }
 
     /// Gives a credit back, to whoever waits longest.
