@@ -82,14 +82,73 @@ fn a_sweep_goes_through_whatever_it_is_told() {
         ("threads", [1, 3]),
         ("peers", [1, 3]),
         ("credits", [1, 8]),
+        ("transfer-threads", [1, 4]),
         ("size", [1, 5000]),
     ] {
         let listed = values.map(|value| value.to_string()).join(",");
         let flags = ["--mode", "throughput", "--x", axis, "--values", &listed, "--check"];
-        let rows = rows(&flags);
-        let swept: Vec<_> = rows.iter().map(|row| row["case"][axis].as_u64().unwrap()).collect();
+        let rows = rows(&[&flags[..], &["--get", "token", "--runs", "2"]].concat());
+        let of = axis.replace('-', "_");
+        let swept: Vec<_> = rows.iter().map(|row| row["case"][&of].as_u64().unwrap()).collect();
         assert_eq!(swept, values, "{axis}: {rows:?}");
     }
+}
+
+#[test]
+fn a_row_says_what_its_processes_take_each_of_them_once() {
+    let flags = ["--mode", "throughput", "--size", "4K", "--peers", "4", "--transfer-threads", "3"];
+    let of = |processes| {
+        let [row] = &rows(&[&flags[..], &["--processes", processes]].concat())[..] else {
+            panic!("one row")
+        };
+        let side = |name| {
+            let usage = &row["result"][name];
+            let at = |what| usage[what].as_u64().unwrap();
+            assert!(at("threads") > at("relay_threads"), "{row}");
+            assert!(at("mapped_kib") > at("resident_kib") && at("resident_kib") > 1000, "{row}");
+            (at("relay_threads"), at("mapped_kib"))
+        };
+        [side("client_usage"), side("server_usage")]
+    };
+    let [[client, one], [_, four]] = [of("1"), of("4")];
+    // Each embedded relay has a server and a notifier beside its workers.
+    assert_eq!((client.0, one.0, four.0), (1 + 2, 4 * (3 + 2), 4 * (3 + 2)));
+    assert!(
+        one.1 < four.1,
+        "relays of one process were counted as if each had one: {one:?} {four:?}"
+    );
+}
+
+#[test]
+fn metadata_goes_by_shared_memory_within_a_host_unless_it_is_told_otherwise() {
+    let mode = ["--mode", "throughput", "--outstanding", "300", "--size", "64", "--check"];
+    let closed = ["--size", "64", "--check", "--wait", "park"];
+    for (flags, way) in [
+        (&mode[..], "shared memory"),
+        (&closed[..], "shared memory"),
+        (&[&mode[..], &["--metadata-by-socket"]].concat(), "socket"),
+        (&[&closed[..], &["--metadata-by-socket"]].concat(), "socket"),
+    ] {
+        let rows = rows(flags);
+        assert_eq!(rows[0]["result"]["metadata"], way, "{rows:?}");
+        assert!(rows[0]["result"]["latency"]["count"].as_u64().unwrap() > 0, "{rows:?}");
+    }
+}
+
+#[test]
+fn rows_are_saved_beside_the_table_and_a_plot_of_them_says_how_they_grow() {
+    let (file, picture) = (Scratch::new("saved.jsonl"), Scratch::new("saved.svg"));
+    let flags =
+        ["--mode", "throughput", "--x", "threads", "--values", "1,2", "--save", file.path()];
+    let said = succeeds(&flags, &SHORT);
+    assert!(said.contains("resident") && said.contains("mapped"), "{said}");
+    let said = succeeds(&["plot", "--out", picture.path(), file.path()], &[]);
+    assert!(said.contains("most at threads") && said.contains("threads × 2"), "{said}");
+    let svg = fs::read_to_string(picture.path()).unwrap();
+    assert_eq!(svg.matches("<polyline").count(), 5, "two of latency, one, two of memory: {svg}");
+    assert_well_formed(&svg);
+    let log = fails(&["--size", "64", "--save", "/nowhere/at/all"]);
+    assert!(log.contains("--save"), "{log}");
 }
 
 #[test]
