@@ -154,13 +154,26 @@ pub(crate) fn hex(digits: &[u8]) -> Option<u64> {
     if !(1..=16).contains(&digits.len()) {
         return None;
     }
-    let value = |byte: u8| match byte {
-        b'0'..=b'9' => Some(u64::from(byte - b'0')),
-        b'a'..=b'f' => Some(u64::from(byte - b'a') + 10),
-        _ => None,
-    };
-    digits.iter().try_fold(0, |number, digit| Some(number << 4 | value(*digit)?))
+    // Looked at when all are taken: a digit is below 16, and anything else has a higher bit.
+    let (mut number, mut all) = (0, 0);
+    for digit in digits {
+        let value = VALUES[usize::from(*digit)];
+        number = number << 4 | u64::from(value);
+        all |= value;
+    }
+    (all < 16).then_some(number)
 }
+
+/// What each byte is worth as a digit, 255 if it is none.
+static VALUES: [u8; 256] = {
+    let mut values = [u8::MAX; 256];
+    let mut value = 0;
+    while value < 16 {
+        values[b"0123456789abcdef"[value] as usize] = value as u8;
+        value += 1;
+    }
+    values
+};
 
 /// The two digits of each byte.
 static PAIRS: [[u8; 2]; 256] = {

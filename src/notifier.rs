@@ -4,6 +4,7 @@
 //! notifier stands back meanwhile; the notifier alone keeps the time, whoever polls.
 
 use std::{
+    mem,
     panic::{AssertUnwindSafe, catch_unwind},
     sync::Arc,
     time::{Duration, Instant},
@@ -33,7 +34,7 @@ const BLIND_DRIVER: Duration = Duration::from_micros(100);
 const AFTER_ERROR: Duration = Duration::from_millis(10);
 /// How long the end of a lease waits for a driver's look at what came before it.
 const LAST_LOOK: Duration = Duration::from_secs(1);
-/// How many looks a driver takes between two looks at the clock.
+/// How many looks whoever spins takes between two looks at the clock.
 const LOOKS: u32 = 64;
 
 /// What a look at the engine found.
@@ -51,13 +52,19 @@ impl<M: Memory> Core<M> {
         let mut tend_at = Instant::now() + NAP;
         let mut slow_get = false;
         let mut awaited = None;
+        let mut now = Instant::now();
+        // How many looks in a row it has taken spinning.
+        let mut spun = 0_u32;
         while self.state() != State::Closed {
             let ticket = self.bell().ticket();
             let stands_back = self.drivers.load(Ordering::SeqCst) > 0;
             let hands = if stands_back { None } else { self.driving.try_lock() };
             let mut look = Look::Nothing;
             // Before the look: what came before the end of a lease counts, however long the rest takes.
-            let now = Instant::now();
+            // It is as good some looks later where those are spins.
+            if spun.is_multiple_of(LOOKS) {
+                now = Instant::now();
+            }
             if hands.is_some() {
                 self.bell().disarm();
                 look = self.look();
@@ -69,12 +76,16 @@ impl<M: Memory> Core<M> {
                 self.gets.make_way(now);
                 self.watch_gets(&mut slow_get);
             }
+            let spun_before = mem::take(&mut spun);
             match (look, &hands) {
                 (Look::Something, _) => {
                     idle.reset();
                     continue;
                 }
-                (Look::Nothing, Some(_)) if !idle.pause() => continue,
+                (Look::Nothing, Some(_)) if !idle.pause() => {
+                    spun = if idle.spins() { spun_before.wrapping_add(1) } else { 0 };
+                    continue;
+                }
                 // Somebody takes one look and leaves without a word: sleeping now would be unarmed.
                 (_, None) if !stands_back => {
                     std::thread::yield_now();

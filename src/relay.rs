@@ -18,7 +18,7 @@ use crate::{
     gets::{Remote, What},
     health::{Closed, Health},
     ids::Ids,
-    memory::{Copier, Host, Memory, Purpose, check_lock, lock},
+    memory::{Copier, Host, Memory, PAIR, Purpose, check_lock, lock},
     metadata::{Metadata, Put},
     notifier,
     pool::{Pool, Slot, Stamps},
@@ -34,8 +34,8 @@ use crate::{
 const DROP_LIMIT: Duration = Duration::from_secs(5);
 /// A sender may claim any lease; a note that it does not take is not retried for longer than this.
 const LONGEST_LEASE: Duration = Duration::from_secs(60 * 60);
-/// The few bytes that a stamp needs; a slot's size is what is asked for.
-const SCRATCH: usize = 64;
+/// The few bytes that a stamp needs, on lines of their own; a slot's size is what is asked for.
+const SCRATCH: usize = PAIR;
 
 /// Moves tensors to and from peers.
 ///

@@ -142,6 +142,15 @@ impl Idle {
         (self.looks, self.since) = (0, None);
     }
 
+    /// Whether a pause is a spin, mostly, and gives the core to nobody.
+    pub(crate) fn spins(&self) -> bool {
+        match self.strategy {
+            WaitStrategy::Spin => true,
+            WaitStrategy::Auto => !self.alone,
+            WaitStrategy::Yield | WaitStrategy::Park => false,
+        }
+    }
+
     /// Passes a moment. True: the thread had better sleep until it is woken.
     pub(crate) fn pause(&mut self) -> bool {
         match self.strategy {

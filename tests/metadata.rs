@@ -230,10 +230,33 @@ fn what_is_allowed_at_the_edges_is_taken() {
         changed("/relay/stamp_ptr", json!("0xfffffffffffffff7")),
         changed("/relay/lease_ms", json!(u64::MAX)),
         changed("/relay/local", json!({"version": 9, "socket": ["x"]})),
+        changed("/relay/local", json!({"socket": "a", "deep": [[{"socket": 1}], -1, 0.5, null]})),
+        changed("/relay/local", json!({})),
+        changed("/relay/local", json!(null)),
+        changed("/relay/local", json!([{"socket": "a"}, true])),
+        changed("/relay/local", json!("a")),
+        changed("/relay/local", json!(-1)),
+        changed("/relay/local", json!(u64::MAX)),
+        changed("/relay/local", json!(0.5)),
+        changed("/relay/local", json!(false)),
         changed("/unknown", json!({"size": -1, "deep": [[[{}]]]})),
     ] {
         let metadata = read(&value.to_string()).unwrap_or_else(|error| panic!("{value}: {error}"));
         assert_eq!(read(&metadata.to_string()).unwrap(), metadata);
+    }
+}
+
+#[test]
+fn a_hint_where_the_sender_is_met_is_taken_and_is_json_like_the_rest() {
+    let local =
+        |local: &str| RELAY.replace("\"relay\":{", &format!("\"relay\":{{\"local\":{local},"));
+    let twice = read(&local(r#"{"socket":"a","version":2,"socket":"b"}"#)).unwrap();
+    assert!(twice.to_string().contains(r#""local":{"socket":"b"}"#), "{twice}");
+    let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
+    for odd in [deep.as_str(), r#"{"socket":1e999}"#, "[1e999]", r#"{"socket":"a\u0000"}"#, "{1:2}"]
+    {
+        let error = read(&local(odd)).unwrap_err();
+        assert!(matches!(error, Error::Metadata { .. }), "{odd}: {error:?}");
     }
 }
 

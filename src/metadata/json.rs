@@ -9,11 +9,10 @@ use serde::{
     Deserialize, Deserializer, Serialize, Serializer,
     de::{DeserializeSeed, Error as _, MapAccess},
 };
-use serde_json::Value;
 
 use super::{
     Inner, Metadata, VERSION,
-    walk::{Entry, Object, Text, WHOLE, Walk},
+    walk::{Entry, Hint, Object, Text, WHOLE, Walk},
 };
 use crate::{
     engine::{Identity, Instance, RemoteBuffer, Stamp, TransferId},
@@ -199,7 +198,7 @@ struct RawRelay<'a> {
     stamp_ptr: Option<Text<'a>>,
     lease_ms: Option<u64>,
     /// Of any shape: only a hint, which a later version may give in another way.
-    local: Option<Value>,
+    local: Option<Hint>,
 }
 
 /// The only version there is: another is refused before what follows it is looked at.
@@ -287,8 +286,7 @@ impl RawRelay<'_> {
             .filter(|&ptr| ptr != 0 && ptr.checked_add(8).is_some())
             .ok_or_else(|| Error::metadata("stamp_ptr", "not the \"0x…\" of eight bytes"))?;
         let lease_ms = required(self.lease_ms, "lease_ms")?;
-        let local = self.local.as_ref().and_then(|local| local.get("socket")?.as_str());
-        let local = local.map(|name| Text(name.into()));
+        let local = self.local.and_then(|local| local.socket).map(|name| Text(name.into()));
         let local = local.as_ref().map(|name| printable(name, "socket", MAX_SOCKET)).transpose()?;
         let (identity, stamp) = (Identity { instance, id }, Stamp { ptr, value });
         Ok(Relay { identity, stamp, lease_ms, local: local.map(Arc::from) })

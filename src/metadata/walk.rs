@@ -7,8 +7,9 @@ use std::{borrow::Cow, cell::Cell, fmt, marker::PhantomData};
 
 use serde::{
     Deserialize, Deserializer,
-    de::{DeserializeSeed, Error as _, MapAccess, Visitor},
+    de::{DeserializeSeed, Error as _, MapAccess, SeqAccess, Visitor},
 };
+use serde_json::Value;
 
 /// The key in errors that no single key is to blame for.
 pub(super) const WHOLE: &str = "metadata";
@@ -65,7 +66,76 @@ impl<'de, A: MapAccess<'de>> Entry<'_, A> {
     /// Not `IgnoredAny`: what is not looked at must still be JSON of a depth and of numbers that
     /// the rest of the world can read.
     pub(super) fn skip(self) -> Result<(), A::Error> {
-        self.map.next_value::<serde_json::Value>().map(drop)
+        self.map.next_value::<Value>().map(drop)
+    }
+}
+
+/// The string under `socket` in an object. Any other value has none, and that is no mistake; what it is
+/// made of must be JSON that the rest of the world can read, as with [`Entry::skip`].
+#[derive(Default)]
+pub(super) struct Hint {
+    pub(super) socket: Option<String>,
+}
+
+impl<'de> Deserialize<'de> for Hint {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        deserializer.deserialize_any(HintOf)
+    }
+}
+
+struct HintOf;
+
+/// What is of no use whatever it is.
+macro_rules! no_hint {
+    ($($visit:ident: $of:ty,)*) => {
+        $(fn $visit<E>(self, _: $of) -> Result<Hint, E> {
+            Ok(Hint::default())
+        })*
+    };
+}
+
+impl<'de> Visitor<'de> for HintOf {
+    type Value = Hint;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("any value")
+    }
+
+    no_hint! {
+        visit_bool: bool,
+        visit_i64: i64,
+        visit_u64: u64,
+        visit_f64: f64,
+        visit_str: &str,
+    }
+
+    fn visit_unit<E>(self) -> Result<Hint, E> {
+        Ok(Hint::default())
+    }
+
+    fn visit_none<E>(self) -> Result<Hint, E> {
+        Ok(Hint::default())
+    }
+
+    fn visit_some<D: Deserializer<'de>>(self, deserializer: D) -> Result<Hint, D::Error> {
+        Hint::deserialize(deserializer)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut seq: A) -> Result<Hint, A::Error> {
+        while seq.next_element::<Value>()?.is_some() {}
+        Ok(Hint::default())
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Hint, A::Error> {
+        let mut hint = Hint::default();
+        while let Some(Text(key)) = map.next_key()? {
+            let value = map.next_value::<Value>()?;
+            if key == "socket" {
+                // Of two the last counts, as in a `Value`.
+                hint.socket = if let Value::String(socket) = value { Some(socket) } else { None };
+            }
+        }
+        Ok(hint)
     }
 }
 

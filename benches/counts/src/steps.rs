@@ -67,6 +67,7 @@ steps! {
     encode, counted_encode: "the metadata to JSON text",
     decode, counted_decode: "the metadata from JSON text",
     local_put, counted_local_put: "`put`, over the embedded engine on one host",
+    local_decode, counted_local_decode: "the metadata from JSON text: it says where the sender is met",
     local_get, counted_local_get: "`get_into`, likewise",
     local_done, counted_local_done: "the put's token, likewise",
 }
@@ -217,7 +218,8 @@ impl Pair {
         let mut text = String::new();
         once("encode", &mut || text = metadata.to_string());
         let mut parsed = None;
-        once("decode", &mut || parsed = text.parse::<Metadata>().ok());
+        let decode = if in_process { "decode" } else { "local_decode" };
+        step(decode, &mut || parsed = text.parse::<Metadata>().ok());
         // As it comes to a receiver in another process.
         let metadata = parsed.expect("it was just written");
         let mut dest = [0; 64];
