@@ -145,6 +145,13 @@ faults() {
     fault "a read on this host may be of any range" $b/local/shelf.rs \
         's/^        inside(from, published)?;$/        let _ = inside(from, published);/' \
         lib the_seeds_of_shared_memory_pass
+    echo "faults on the way of a transfer"
+    fault "a note wakes whoever polls, asleep or not" $b/local/source.rs \
+        's/self.bell.ring();/self.bell.wake_all();/' \
+        spinning while_both_sides_spin_no_transfer_makes_a_system_call
+    fault "whatever lies in a slot is taken off the shelf" $b/local/shelf.rs \
+        's/if is_it { now }/if is_it || now != 0 { now }/' \
+        lib a_put_is_taken_off_the_shelf_and_not_the_next_one
     echo "faults in cleanup"
     fault "a cut read goes on" $e \
         's/export.cut |= cut;/export.cut |= false \&\& cut;/' \

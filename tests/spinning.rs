@@ -43,11 +43,11 @@ fn main() -> ExitCode {
         spin();
     }
     let name = "while_both_sides_spin_no_transfer_makes_a_system_call";
-    let trial = Trial::test(name, no_transfer_makes_a_system_call);
+    let trial = Trial::test(name, while_both_sides_spin_no_transfer_makes_a_system_call);
     libtest_mimic::run(&Arguments::from_args(), vec![trial]).exit_code()
 }
 
-fn no_transfer_makes_a_system_call() -> Result<(), Failed> {
+fn while_both_sides_spin_no_transfer_makes_a_system_call() -> Result<(), Failed> {
     let child = Command::new(env::current_exe()?).arg(ASK).output()?;
     if child.status.success() {
         return Ok(());

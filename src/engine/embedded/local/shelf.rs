@@ -250,3 +250,37 @@ impl Lent {
         matches!(self.bytes, Bytes::Device(_))
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::engine::{Instance, TransferId};
+
+    #[test]
+    fn a_put_is_taken_off_the_shelf_and_not_the_next_one() {
+        let mut memory = [0; 64];
+        let (span, file) = (Span::of(&mut memory), Pages::make("shelf", PAGE, OWNED).unwrap().1);
+        let shelf = Shelf::new(span, 1, Backing::File(file, PAGE as u64)).unwrap();
+        let put = |generation| Publication {
+            slot: 0,
+            span,
+            identity: Identity {
+                instance: Instance::from_bytes([7; 16]),
+                id: TransferId { random: 0xfeed + u64::from(generation), slot: 0, generation },
+            },
+            stamp: 1,
+            stamp_span: span,
+        };
+        let marked = || shelf.lines.word(MARK).load(Ordering::Relaxed);
+        let (first, second) = (put(1), put(2));
+        shelf.publish(&first);
+        assert_eq!(marked(), mark(&first.identity()));
+        shelf.retire(&first);
+        assert_eq!(marked(), 0);
+        shelf.publish(&second);
+        shelf.retire(&first); // it is asked again until nobody reads it
+        assert_eq!(marked(), mark(&second.identity()));
+        shelf.retire(&second);
+        assert_eq!(marked(), 0);
+    }
+}
