@@ -41,6 +41,7 @@ fn no_step_of_a_transfer_takes_more_instructions_than_recorded() {
         .arg(&program)
         .env("CARGO_TARGET_DIR", target)
         .env_remove("RUSTFLAGS")
+        .env_remove("CARGO_ENCODED_RUSTFLAGS")
         .output()
         .unwrap();
     let table = String::from_utf8_lossy(&said.stdout);
