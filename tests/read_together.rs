@@ -11,7 +11,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use mooncake_relay::{Config, Engine, Error, ReadError, Relay, Tensor};
+use mooncake_relay::{Config, Engine, Error, ReadError, Relay, Slot, Tensor, Token};
 
 use crate::common::{hooked::Hooked, within};
 
@@ -27,15 +27,14 @@ fn relay(engine: &Hooked) -> Relay {
 }
 
 /// Puts and gets many at once, and what the gets ended with; all slots are free afterwards.
-fn round(relay: &Relay) -> Vec<Result<Vec<u8>, Error>> {
+fn round(from: &Relay, relay: &Relay) -> Vec<Result<Vec<u8>, Error>> {
     let puts: Vec<_> =
-        (0..GETS as u8).map(|n| relay.put_bytes(&[n], Tensor::bytes(1)).unwrap()).collect();
+        (0..GETS as u8).map(|n| from.put_bytes(&[n], Tensor::bytes(1)).unwrap()).collect();
     let gets: Vec<_> = puts.iter().map(|(metadata, _)| relay.get(metadata).unwrap()).collect();
-    let ended =
-        |get: mooncake_relay::Token<_>| get.wait().map(|slot: mooncake_relay::Slot| slot.to_vec());
+    let ended = |get: Token<Slot>| get.wait().map(|slot| slot.to_vec());
     let outcomes: Vec<_> = gets.into_iter().map(ended).collect();
     for (metadata, put) in puts {
-        let _ = relay.abort(&metadata); // where the get failed
+        let _ = from.abort(&metadata); // where the get failed
         let _ = put.wait();
     }
     let begun = Instant::now();
@@ -66,7 +65,7 @@ fn what_is_queued_is_read_together_and_never_with_the_last_credits() {
         let relay = relay(&engine);
         // Whoever waits reads his own get, and so may read most of them before the thread comes.
         while together.load(Ordering::SeqCst) < 8 {
-            assert_all_read(round(&relay));
+            assert_all_read(round(&relay, &relay));
         }
         assert!((2..=8).contains(&most.load(Ordering::SeqCst)));
         assert_eq!(relay.health().counters.relay.gets_failed, 0);
@@ -91,7 +90,7 @@ fn whatever_hinders_a_common_read_fails_none_of_its_gets() {
             });
             let relay = relay(&engine);
             while hindered.load(Ordering::SeqCst) < 8 {
-                assert_all_read(round(&relay));
+                assert_all_read(round(&relay, &relay));
             }
             assert_eq!(relay.health().counters.relay.gets_failed, 0);
         });
@@ -113,11 +112,94 @@ fn an_engine_that_loses_reads_or_panics_costs_no_credit() {
             });
             let relay = relay(&engine);
             while !failed.load(Ordering::SeqCst) {
-                for outcome in round(&relay) {
+                for outcome in round(&relay, &relay) {
                     assert!(matches!(outcome, Ok(_) | Err(Error::Engine { .. })), "{outcome:?}");
                 }
             }
             assert!(relay.health().counters.relay.gets_failed > 0);
+        });
+    }
+}
+
+#[cfg(feature = "embedded")]
+mod over_tcp {
+    use mooncake_relay::EmbeddedEngine;
+
+    use super::*;
+    use crate::common::{eventually, proxy::Proxy};
+
+    /// A sender behind a proxy, and a receiver that has read from it.
+    fn pair() -> (Relay, Proxy, Relay) {
+        let config = || {
+            let config = Config::default().with_slot_size(4096).with_credits(GETS as u32);
+            config.with_receive_credits(GETS as u32)
+        };
+        let proxy = Proxy::new();
+        let engine = EmbeddedEngine::builder("127.0.0.1:0").advertise(&proxy.advertise());
+        let engine = engine.local(false).bind().unwrap();
+        proxy.forward_to(engine.control_addr(), engine.data_addr());
+        let sender = Relay::new(Arc::new(engine), &config()).unwrap();
+        let engine = EmbeddedEngine::builder("127.0.0.1:0").local(false).bind().unwrap();
+        let receiver = Relay::new(Arc::new(engine), &config()).unwrap();
+        assert_all_read(round(&sender, &receiver));
+        (sender, proxy, receiver)
+    }
+
+    #[test]
+    fn what_has_ended_among_them_is_stale_and_the_others_are_read() {
+        within(WATCHDOG, || {
+            let (sender, _proxy, receiver) = pair();
+            for _ in 0..50 {
+                let puts: Vec<_> = (0..GETS as u8)
+                    .map(|n| sender.put_bytes(&[n], Tensor::bytes(1)).unwrap())
+                    .collect();
+                for (metadata, _) in puts.iter().step_by(3) {
+                    sender.abort(metadata).unwrap();
+                }
+                let gets: Vec<_> =
+                    puts.iter().map(|(metadata, _)| receiver.get(metadata).unwrap()).collect();
+                for (n, get) in gets.into_iter().enumerate() {
+                    match get.wait() {
+                        Ok(slot) if n % 3 > 0 => assert_eq!(slot[..], [n as u8]),
+                        Err(Error::Stale { .. }) if n % 3 == 0 => {}
+                        wrong => panic!("get {n} ended with {wrong:?}"),
+                    }
+                }
+                for (n, (_, put)) in puts.into_iter().enumerate() {
+                    assert_eq!(put.wait().is_ok(), n % 3 > 0);
+                }
+            }
+        });
+    }
+
+    #[test]
+    fn a_peer_that_falls_silent_holds_one_credit_and_loses_no_get() {
+        within(WATCHDOG, || {
+            let (sender, proxy, receiver) = pair();
+            proxy.data().down().stall();
+            let puts: Vec<_> = (0..GETS as u8)
+                .map(|n| sender.put_bytes(&[n], Tensor::bytes(1)).unwrap())
+                .collect();
+            let mut gets: Vec<_> =
+                puts.iter().map(|(metadata, _)| receiver.get(metadata).unwrap()).collect();
+            let begun = Instant::now();
+            eventually(true, || receiver.health().reading > 0);
+            // Where the first was taken before the others came, those are asked for together after it.
+            if receiver.health().reading == 1 {
+                receiver.abort(&puts[0].0).unwrap();
+                assert!(matches!(gets.remove(0).wait(), Err(Error::Aborted)));
+            }
+            // That is given up, and each is read alone.
+            eventually((1, gets.len() - 1, GETS - 1), || {
+                let health = receiver.health();
+                (health.reading, health.queued, health.receive_free)
+            });
+            assert!(begun.elapsed() < Duration::from_secs(15), "long before any deadline");
+            proxy.data().down().resume();
+            for (n, get) in ((GETS - gets.len()) as u8..).zip(gets) {
+                assert_eq!(get.wait().unwrap()[..], [n]);
+            }
+            eventually(GETS, || receiver.health().receive_free);
         });
     }
 }

@@ -9,6 +9,7 @@ mod frame;
 pub mod fuzzing;
 mod inbox;
 mod local;
+mod many;
 mod pace;
 mod server;
 mod staging;
@@ -357,45 +358,15 @@ impl Engine for EmbeddedEngine {
     }
 
     fn reads_at_once(&self, peer: &str) -> usize {
-        match self.way(peer) {
-            Some("tcp") => AT_ONCE,
-            _ => 1,
-        }
+        if self.way(peer) == Some("tcp") { AT_ONCE } else { 1 }
     }
 
-    /// Those that come by TCP at once.
     fn read_many(
         &self,
         reads: Vec<(RemoteBuffer, LocalBuffer)>,
         deadline: Instant,
     ) -> Vec<Result<Filled, ReadError>> {
-        let mut outcomes: Vec<_> = reads.iter().map(|_| None).collect();
-        let (mut places, mut by_tcp) = (Vec::new(), Vec::new());
-        for (place, (remote, mut local)) in reads.into_iter().enumerate() {
-            let near = match local.bytes_mut() {
-                Some(dest) if process::is_here() => self.shared.local.read(&remote, dest, deadline),
-                _ => {
-                    outcomes[place] = Some(self.read(&remote, local, deadline));
-                    continue;
-                }
-            };
-            match near {
-                Some(Ok(())) => {
-                    outcomes[place] = Some(Ok(Filled { buffer: local, verified: true }))
-                }
-                Some(Err(error)) => {
-                    outcomes[place] = Some(Err(ReadError { error, buffer: Some(local) }));
-                }
-                None => {
-                    places.push(place);
-                    by_tcp.push((remote, local));
-                }
-            }
-        }
-        for (place, read) in places.into_iter().zip(self.client.read_many(by_tcp, deadline)) {
-            outcomes[place] = Some(read);
-        }
-        outcomes.into_iter().flatten().collect()
+        many::read(self, reads, deadline)
     }
 
     fn read_into(
@@ -447,11 +418,7 @@ impl Engine for EmbeddedEngine {
         notes: &[Notification],
         deadline: Instant,
     ) -> Vec<Result<()>> {
-        let one_by_one = !process::is_here() || self.shared.local.way(peer).is_some();
-        if one_by_one {
-            return notes.iter().map(|note| self.notify(peer, note, deadline)).collect();
-        }
-        self.client.notify_many(peer, notes, deadline)
+        many::notify(self, peer, notes, deadline)
     }
 
     fn poll(&self, events: &mut dyn FnMut(Event)) -> Result<()> {
