@@ -19,7 +19,7 @@
 //!
 //! A generation is in the word, so a late notification can never end a newer put.
 
-use std::time::Duration;
+use std::{iter, time::Duration};
 
 use crate::{
     identity::TransferId,
@@ -57,6 +57,9 @@ pub struct Puts<E> {
     lives: Box<[Life<E>]>,
     /// How many are in LIMBO or VISITED.
     limbo: AtomicUsize,
+    /// A bit for each of those, by which they are found among many. A hint: a life's word says what it
+    /// is in.
+    marks: Box<[AtomicU64]>,
 }
 
 /// One slot's life. On lines of its own: two slots' owners do not disturb each other.
@@ -94,7 +97,8 @@ impl<E> Puts<E> {
             request: AtomicU64::new(0),
             entry: UnsafeCell::new(None),
         };
-        Self { lives: (0..slots).map(life).collect(), limbo: AtomicUsize::new(0) }
+        let marks = (0..slots.div_ceil(u64::BITS)).map(|_| AtomicU64::new(0)).collect();
+        Self { lives: (0..slots).map(life).collect(), limbo: AtomicUsize::new(0), marks }
     }
 
     /// The generation of the slot's next put. The caller owns the slot.
@@ -132,6 +136,7 @@ impl<E> Puts<E> {
         life.entry.with_mut(|cell| unsafe { *cell = Some(entry) });
         if !life.is_visited() {
             self.limbo.fetch_add(1, Ordering::Relaxed);
+            self.mark(id.slot, |word, bit| word.fetch_or(bit, Ordering::Relaxed));
         }
         life.word.store(word(id.generation, LIMBO), Ordering::Release);
     }
@@ -151,6 +156,7 @@ impl<E> Puts<E> {
         let life = &self.lives[id.slot as usize];
         if life.is_visited() {
             self.limbo.fetch_sub(1, Ordering::Relaxed);
+            self.mark(id.slot, |word, bit| word.fetch_and(!bit, Ordering::Relaxed));
         }
         // Relaxed: the entry was taken, and the slot's next owner is ordered after by the credits.
         life.word.store(word(id.generation, VACANT), Ordering::Relaxed);
@@ -180,6 +186,19 @@ impl<E> Puts<E> {
         (0..self.lives.len() as u32).filter_map(|slot| self.seen(slot))
     }
 
+    /// Of those the quarantined ones; one that has just been quarantined may be missing.
+    pub fn each_quarantined(&self) -> impl Iterator<Item = Seen> {
+        let marked = self.marks.iter().zip(0..).flat_map(|(word, index)| {
+            let mut left = word.load(Ordering::Relaxed);
+            iter::from_fn(move || {
+                let bit = left.trailing_zeros();
+                left &= left.wrapping_sub(1);
+                (bit < u64::BITS).then_some(index * u64::BITS + bit)
+            })
+        });
+        marked.filter_map(|slot| self.seen(slot)).filter(|seen| seen.quarantined)
+    }
+
     /// How many slots there are.
     pub fn slots(&self) -> usize {
         self.lives.len()
@@ -193,6 +212,10 @@ impl<E> Puts<E> {
     /// How many are quarantined.
     pub fn quarantined(&self) -> usize {
         self.limbo.load(Ordering::Relaxed)
+    }
+
+    fn mark(&self, slot: u32, change: impl FnOnce(&AtomicU64, u64) -> u64) {
+        change(&self.marks[(slot / u64::BITS) as usize], 1 << (slot % u64::BITS));
     }
 
     fn take(&self, life: &Life<E>, from: u64, to: u64) -> Option<E> {
@@ -212,4 +235,37 @@ impl<E> Life<E> {
 
 fn word(generation: u32, state: u64) -> u64 {
     u64::from(generation) << 8 | state
+}
+
+#[cfg(all(test, not(loom)))]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_quarantined_are_found_among_many_until_they_are_let_go() {
+        let puts = Puts::new(130);
+        let id = |slot| TransferId { random: 1, slot, generation: puts.next_generation(slot) };
+        let quarantined = || puts.each_quarantined().map(|seen| seen.id.slot).collect::<Vec<_>>();
+        let mut open = Vec::new();
+        for slot in [0, 1, 63, 64, 100, 129] {
+            let id = id(slot);
+            puts.open(&Seen { id, quarantined: false, lease_ends: 0, since: 0, request: 0 }, slot);
+            open.push(id);
+        }
+        assert!(quarantined().is_empty());
+        for id in open.iter().filter(|id| id.slot % 2 != 0 || id.slot == 64) {
+            let entry = puts.claim(*id).unwrap();
+            puts.quarantine(*id, entry);
+        }
+        assert_eq!(quarantined(), [1, 63, 64, 129]);
+        let entry = puts.revisit(64).unwrap();
+        puts.quarantine(open[3], entry);
+        assert_eq!(quarantined(), [1, 63, 64, 129]);
+        for id in [open[1], open[5]] {
+            puts.revisit(id.slot).unwrap();
+            puts.vacate(id);
+        }
+        assert_eq!(quarantined(), [63, 64]);
+        assert_eq!(puts.quarantined(), 2);
+    }
 }

@@ -147,7 +147,7 @@ impl<M: Memory> Core<M> {
         if self.puts.quarantined() == 0 || self.knows_no_slots.load(Ordering::Relaxed) {
             return let_go;
         }
-        for seen in self.puts.each().filter(|seen| seen.quarantined) {
+        for seen in self.puts.each_quarantined() {
             let Some(entry) = self.puts.revisit(seen.id.slot) else { continue };
             let over = now.saturating_duration_since(entry.ended) >= self.times.quarantine;
             let quiet = if over {

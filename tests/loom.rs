@@ -273,6 +273,7 @@ fn a_quarantined_slot_is_let_go_once_and_no_late_note_ends_it() {
         visiting.join().unwrap();
         assert_eq!(shared.2.load(Ordering::Relaxed), 1);
         assert_eq!(shared.0.quarantined(), 0);
+        assert_eq!(shared.0.each_quarantined().count(), 0);
     });
 }
 
