@@ -151,6 +151,17 @@ impl Case {
         Duration::from_secs_f64(self.duration_s)
     }
 
+    /// How a lane waits for metadata on so many cores. Where there are more lanes than cores, whoever
+    /// spins keeps one from those who have something to do.
+    pub(crate) fn lane_wait(&self, cores: usize) -> WaitStrategy {
+        match self.wait {
+            WaitStrategy::Auto if self.threads.saturating_mul(self.peers) > cores => {
+                WaitStrategy::Park
+            }
+            wait => wait,
+        }
+    }
+
     /// How many words of metadata a lane has room for: all that may be under way.
     pub(crate) fn lane_words(&self) -> usize {
         self.outstanding.saturating_mul(96).clamp(8 << 10, 1 << 20)

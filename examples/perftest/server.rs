@@ -281,7 +281,7 @@ impl Session {
 
     /// A lane, until its end.
     fn serve(&self, mut lane: Lane, number: usize) -> Result<()> {
-        lane.read_by(self.case.wait);
+        lane.read_by(self.case.lane_wait(machine::allowed().len()));
         let of_lane = self.lanes.fetch_add(1, Ordering::Relaxed) as usize;
         if of_lane >= self.case.threads {
             return Err("more lanes than the case has threads".into());
