@@ -23,7 +23,7 @@ use crate::{
     sender::Entry,
     sync::atomic::{AtomicBool, AtomicU8, AtomicU32, AtomicU64, Ordering, fence},
     token::Tokens,
-    wait::{Idle, WaitStrategy, nanos},
+    wait::{Grace, Idle, WaitStrategy, nanos},
 };
 
 /// A relay without its threads.
@@ -60,6 +60,10 @@ pub(crate) struct Core<M: Memory> {
     pub(crate) wait: WaitStrategy,
     /// How many processors this process may use.
     pub(crate) cores: usize,
+    /// How long a caller spins who waits for what others do.
+    grace: Grace,
+    /// How long one who polls the engine does.
+    driver_grace: Grace,
     state: AtomicU8,
     clock: Instant,
     /// When the next lease or deadline ends, on `clock`.
@@ -104,6 +108,7 @@ pub(crate) enum State {
 
 impl<M: Memory> Core<M> {
     pub(crate) fn new(parts: Parts<M>) -> Arc<Self> {
+        let blind = parts.engine.doorbell().is_none();
         let core = Arc::new(Self {
             session_id: parts.engine.session_id().into(),
             engine: parts.engine,
@@ -128,6 +133,8 @@ impl<M: Memory> Core<M> {
             own_bell: Doorbell::new(),
             wait: parts.wait,
             cores: parts.cores,
+            grace: Grace::new(false),
+            driver_grace: Grace::new(blind),
             state: AtomicU8::new(State::Open as u8),
             clock: Instant::now(),
             next_timer: CachePadded::new(AtomicU64::new(u64::MAX)),
@@ -207,8 +214,14 @@ impl<M: Memory> Core<M> {
         self.engine.doorbell().unwrap_or(&self.own_bell)
     }
 
-    pub(crate) fn idle(&self) -> Idle {
-        Idle::new(self.wait, self.cores)
+    /// For a caller who waits for others.
+    pub(crate) fn idle(&self) -> Idle<'_> {
+        Idle::new(self.wait, self.cores, &self.grace)
+    }
+
+    /// For a caller who polls the engine.
+    pub(crate) fn idle_driving(&self) -> Idle<'_> {
+        Idle::new(self.wait, self.cores, &self.driver_grace)
     }
 
     /// `at` on the relay's clock.

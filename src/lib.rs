@@ -139,8 +139,6 @@ pub fn wakes() -> usize {
 /// What `tests/loom.rs`, `tests/stress.rs` and `benches/` drive. Not part of the API.
 #[doc(hidden)]
 pub mod internal {
-    #[cfg(not(loom))]
-    pub use crate::memory::Copier;
     #[cfg(loom)]
     pub use crate::wakes;
     pub use crate::{
@@ -149,6 +147,8 @@ pub mod internal {
         puts::{Puts, Seen},
         token::{Completer, Tokens},
     };
+    #[cfg(not(loom))]
+    pub use crate::{memory::Copier, wait::fix_grace};
 
     /// See `src/words.rs`.
     pub mod words {

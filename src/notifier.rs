@@ -19,17 +19,16 @@ use crate::{
     puts::Seen,
     sync::atomic::{Ordering, fence},
     token::Driver,
+    wait::{Grace, Idle, NAP_LEAST, NAP_MOST},
 };
 
 /// The longest the notifier sleeps.
 const NAP: Duration = Duration::from_secs(1);
 /// How often it asks after quarantined slots, full channels and reads that nobody wants.
 const TICK: Duration = Duration::from_millis(1);
-/// How often it looks at an engine that has no doorbell, and how often when no put is open.
-const BLIND_BUSY: Duration = Duration::from_millis(1);
+/// How often it looks at an engine that has no doorbell, and how seldom at most when no put is open.
+const BLIND_LEAST: Duration = Duration::from_millis(1);
 const BLIND_IDLE: Duration = Duration::from_millis(20);
-/// How long a driver sleeps at a time on an engine that has no doorbell.
-const BLIND_DRIVER: Duration = Duration::from_micros(100);
 /// The pause after a look at the engine that failed.
 const AFTER_ERROR: Duration = Duration::from_millis(10);
 /// How long the end of a lease waits for a driver's look at what came before it.
@@ -48,7 +47,8 @@ enum Look {
 impl<M: Memory> Core<M> {
     /// The notifier thread's life.
     pub(crate) fn notify(&self) {
-        let mut idle = self.idle();
+        let grace = Grace::new(false);
+        let mut idle = Idle::new(self.wait, self.cores, &grace);
         let mut tend_at = Instant::now() + NAP;
         let mut slow_get = false;
         let mut awaited = None;
@@ -105,7 +105,7 @@ impl<M: Memory> Core<M> {
                     ticket
                 }
             };
-            let until = self.next_wake(look);
+            let until = self.next_wake(look, &mut idle);
             self.notifier_sleeps.store(self.ticks(until), Ordering::SeqCst);
             // Partner: `wake_notifier_by`, which stores the one before it loads the other.
             if self.next_timer.load(Ordering::SeqCst) >= self.ticks(until)
@@ -132,18 +132,21 @@ impl<M: Memory> Core<M> {
             }
             if let Some(hands) = self.driving.try_lock() {
                 self.bell().disarm();
+                let mut idle = self.idle_driving();
                 while !done() && !passed(&mut looks) && self.state() == State::Open {
                     match self.look() {
                         Look::Something => idle.reset(),
                         Look::Nothing if !idle.pause() => {}
                         look => {
-                            self.sleep_driving(done, until, look);
+                            let nap = idle.nap(NAP_LEAST, NAP_MOST);
+                            self.sleep_driving(done, until, look, nap);
                             if until.is_some_and(|until| until <= Instant::now()) {
                                 break;
                             }
                         }
                     }
                 }
+                idle.end(done());
                 // What comes from now on wakes the notifier; what came just before is taken here.
                 self.bell().arm(Sleeper::Notifier);
                 self.look();
@@ -157,7 +160,13 @@ impl<M: Memory> Core<M> {
     }
 
     /// The driver sleeps, and keeps driving: an event wakes it and nobody else.
-    fn sleep_driving(&self, done: &dyn Fn() -> bool, until: Option<Instant>, look: Look) {
+    fn sleep_driving(
+        &self,
+        done: &dyn Fn() -> bool,
+        until: Option<Instant>,
+        look: Look,
+        blind: Duration,
+    ) {
         let ticket = self.bell().arm(Sleeper::Driver);
         if look != Look::Error && self.look() == Look::Something {
             return self.bell().disarm();
@@ -165,7 +174,7 @@ impl<M: Memory> Core<M> {
         if !done() && self.state() == State::Open {
             let nap = match look {
                 Look::Error => AFTER_ERROR,
-                _ if self.engine.doorbell().is_none() => BLIND_DRIVER,
+                _ if self.engine.doorbell().is_none() => blind,
                 _ => NAP,
             };
             let nap = Instant::now() + nap;
@@ -287,7 +296,7 @@ impl<M: Memory> Core<M> {
         *told = waits.is_some();
     }
 
-    fn next_wake(&self, look: Look) -> Instant {
+    fn next_wake(&self, look: Look, idle: &mut Idle<'_>) -> Instant {
         let now = Instant::now();
         let mut wake = now + NAP;
         let quarantined = self.puts.quarantined() > 0 && self.state() == State::Open;
@@ -300,7 +309,8 @@ impl<M: Memory> Core<M> {
         }
         if self.engine.doorbell().is_none() {
             let open = self.slots.credits().free() < self.puts.slots();
-            wake = wake.min(now + if open { BLIND_BUSY } else { BLIND_IDLE });
+            let most = if open { NAP_MOST } else { BLIND_IDLE };
+            wake = wake.min(now + idle.nap(BLIND_LEAST, most));
         }
         wake.min(self.instant(self.next_timer.load(Ordering::SeqCst)))
     }

@@ -6,7 +6,7 @@ use std::{
     str::FromStr,
     sync::{
         LazyLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicU32, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -30,8 +30,10 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WaitStrategy {
-    /// Spins for 50 µs, offering its core every few µs unless strangers take it for long, then sleeps
-    /// until it is woken; where this process may use one core only, yields instead of spinning.
+    /// Spins for up to 50 µs, less where the last waits were longer, offering its core every few µs unless
+    /// strangers take it for long; then sleeps until it is woken. Where nothing would wake it, over the real
+    /// Mooncake engine, it spins for up to 1.6 ms and then naps. Where this process may use one core
+    /// only, it yields instead of spinning.
     #[default]
     Auto,
     /// Keeps it: the least latency, and a whole core for each relay's notifier and for each caller
@@ -78,17 +80,33 @@ pub(crate) fn nanos(time: Duration) -> u64 {
     time.as_secs().saturating_mul(1_000_000_000).saturating_add(time.subsec_nanos().into())
 }
 
-/// How long a spin lasts before its thread sleeps: longer than a hop between two cores, shorter
-/// than what a sleeper's wake costs.
+/// How long a spin lasts at most before its thread sleeps: longer than a hop between two cores, about
+/// as long as a sleeper's wake takes.
 const GRACE: Duration = Duration::from_micros(50);
+
+/// The same of who looks at what wakes nobody: longer than it takes the real Mooncake engine to deliver a
+/// notification, or a read of 1 MiB.
+const BLIND_GRACE: Duration = Duration::from_micros(1600);
+
+/// How often a grace is halved at most.
+const HALVINGS: u32 = 3;
+const BLIND_HALVINGS: u32 = 5;
+
+/// The part of a blind wait that one of its sleeps lasts: so much later it ends than it might.
+const NAP_SHARE: u32 = 32;
+
+/// The shortest sleep that is worth its cost, and the longest of whoever waits for something.
+pub(crate) const NAP_LEAST: Duration = Duration::from_micros(50);
+pub(crate) const NAP_MOST: Duration = Duration::from_millis(4);
 
 /// How many looks go by between two looks at the clock.
 const LOOKS: u32 = 64;
 /// The same where each is a system call.
 const CALLS: u32 = 1;
 
-/// A yield that takes so long has given the core to a stranger, for a whole slice.
-const STRANGER: Duration = Duration::from_micros(100);
+/// A yield that takes so long has given the core to a stranger, for a whole slice: longer than the copy
+/// that somebody may do here for whom we wait, a peer or a thread of the real Mooncake engine.
+const STRANGER: Duration = Duration::from_millis(1);
 
 /// For how long nobody in this process yields after that.
 const SHUN: Duration = Duration::from_millis(100);
@@ -112,34 +130,94 @@ fn offer_core() -> bool {
     ours
 }
 
+/// How long the waits of some kind spin, by how long the last ones were that did not end meanwhile: a
+/// spin that would not have met the end is wasted.
+#[derive(Debug)]
+pub(crate) struct Grace {
+    blind: bool,
+    /// How often it is halved. Publishes nothing: who reads an older value spins longer, or shorter.
+    halved: AtomicU32,
+}
+
+impl Grace {
+    /// `blind`: what is waited for wakes nobody.
+    pub(crate) const fn new(blind: bool) -> Self {
+        Self { blind, halved: AtomicU32::new(0) }
+    }
+
+    const fn most(&self) -> Duration {
+        if self.blind { BLIND_GRACE } else { GRACE }
+    }
+
+    fn now(&self) -> Duration {
+        match FIXED.load(Ordering::Relaxed) {
+            NOT_FIXED => self.most() / (1 << self.halved.load(Ordering::Relaxed)),
+            fixed => Duration::from_micros(fixed),
+        }
+    }
+
+    /// A wait has slept before it was over. `met`: what it waited for has come.
+    fn learn(&self, waited: Duration, met: bool) {
+        let halved = self.halved.load(Ordering::Relaxed);
+        let most = if self.blind { BLIND_HALVINGS } else { HALVINGS };
+        // Twice, since the wake is in it, too.
+        if waited > self.most() * 2 {
+            self.halved.store((halved + 1).min(most), Ordering::Relaxed);
+        } else if met && halved > 0 {
+            self.halved.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+const NOT_FIXED: u64 = u64::MAX;
+/// The length of every grace, in microseconds.
+static FIXED: AtomicU64 = AtomicU64::new(NOT_FIXED);
+
+/// Has every wait of this process spin for so long, or for as long as it learns: for benches.
+#[allow(unreachable_pub)] // by `internal`
+pub fn fix_grace(grace: Option<Duration>) {
+    FIXED.store(grace.map_or(NOT_FIXED, |grace| grace.as_micros() as u64), Ordering::Relaxed);
+}
+
 /// One stretch of having nothing to do.
 #[derive(Debug)]
-pub(crate) struct Idle {
+pub(crate) struct Idle<'a> {
     strategy: WaitStrategy,
     /// Whether somebody else may need this core in order to give us work.
     alone: bool,
     /// Whether each look is a system call.
     calls: bool,
+    grace: &'a Grace,
     looks: u32,
     since: Option<Instant>,
+    slept: bool,
 }
 
-impl Idle {
+impl<'a> Idle<'a> {
     /// `cores` is how many processors this process may use.
-    pub(crate) fn new(strategy: WaitStrategy, cores: usize) -> Self {
-        Self { strategy, alone: cores < 2, calls: false, looks: 0, since: None }
+    pub(crate) fn new(strategy: WaitStrategy, cores: usize, grace: &'a Grace) -> Self {
+        let alone = cores < 2;
+        Self { strategy, alone, calls: false, grace, looks: 0, since: None, slept: false }
     }
 
     /// Of a thread each of whose looks is a system call: it offers its core more often, and sleeps at once
     /// where strangers have it, since whoever wakes it takes it from them.
     #[cfg(all(feature = "embedded", not(loom)))]
-    pub(crate) fn of_calls(strategy: WaitStrategy, cores: usize) -> Self {
-        Self { calls: true, ..Self::new(strategy, cores) }
+    pub(crate) fn of_calls(strategy: WaitStrategy, cores: usize, grace: &'a Grace) -> Self {
+        Self { calls: true, ..Self::new(strategy, cores, grace) }
     }
 
     /// There was something to do.
     pub(crate) fn reset(&mut self) {
-        (self.looks, self.since) = (0, None);
+        self.end(true);
+        (self.looks, self.since, self.slept) = (0, None, false);
+    }
+
+    /// The stretch is over. `met`: because there is something to do.
+    pub(crate) fn end(&self, met: bool) {
+        if let Some(since) = self.since.filter(|_| self.slept) {
+            self.grace.learn(since.elapsed(), met);
+        }
     }
 
     /// Whether a pause is a spin, mostly, and gives the core to nobody.
@@ -153,13 +231,22 @@ impl Idle {
 
     /// Passes a moment. True: the thread had better sleep until it is woken.
     pub(crate) fn pause(&mut self) -> bool {
-        match self.strategy {
-            WaitStrategy::Park => return true,
-            WaitStrategy::Spin => spin_loop(),
-            WaitStrategy::Yield => thread::yield_now(),
+        if self.slept {
+            return true;
+        }
+        self.slept = match self.strategy {
+            WaitStrategy::Park => true,
+            WaitStrategy::Spin => {
+                spin_loop();
+                false
+            }
+            WaitStrategy::Yield => {
+                thread::yield_now();
+                false
+            }
             WaitStrategy::Auto if self.alone => {
                 thread::yield_now();
-                return self.grace_is_over();
+                self.grace_is_over()
             }
             WaitStrategy::Auto => {
                 spin_loop();
@@ -171,33 +258,45 @@ impl Idle {
                 // The system may have put whom we wait for on this very core: without this it would
                 // run only when the grace is over, and each hop would last that long.
                 let ours = offer_core();
-                return self.grace_is_over() || self.calls && !ours;
+                self.grace_is_over() || self.calls && !ours
             }
-        }
-        false
+        };
+        self.slept
+    }
+
+    /// How long a sleep lasts where nothing wakes us, if it is to be one of these.
+    pub(crate) fn nap(&mut self, least: Duration, most: Duration) -> Duration {
+        (self.waited() / NAP_SHARE).clamp(least, most)
     }
 
     fn grace_is_over(&mut self) -> bool {
+        self.waited() >= self.grace.now()
+    }
+
+    fn waited(&mut self) -> Duration {
         let now = Instant::now();
-        now.duration_since(*self.since.get_or_insert(now)) >= GRACE
+        now - *self.since.get_or_insert(now)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicU32;
-
     use super::*;
     use crate::affinity;
+
+    static GRACE: Grace = Grace::new(false);
 
     /// One thread's turns: how many of them ran out of grace before they came.
     fn turns(turn: &AtomicU32, mine: u32, turns: u32) -> u32 {
         let mut slept = 0;
         for number in (mine..turns).step_by(2) {
-            let mut idle = Idle::new(WaitStrategy::Auto, 2);
+            let mut idle = Idle::new(WaitStrategy::Auto, 2, &GRACE);
             let mut over = false;
             while turn.load(Ordering::SeqCst) != number {
-                over |= idle.pause();
+                if idle.pause() {
+                    over = true;
+                    thread::yield_now();
+                }
             }
             slept += u32::from(over);
             turn.store(number + 1, Ordering::SeqCst);
@@ -225,6 +324,41 @@ mod tests {
         while batch() > TURNS / 2 {
             assert!(begun.elapsed() < Duration::from_secs(60), "each waits for the other's grace");
         }
+    }
+
+    #[test]
+    fn spins_are_shorter_after_long_waits_and_as_long_as_ever_after_a_short_one() {
+        for blind in [false, true] {
+            let grace = Grace::new(blind);
+            let most = grace.now();
+            let mut last = most;
+            for _ in 0..100 {
+                grace.learn(most * 3, true);
+                assert!(grace.now() <= last);
+                last = grace.now();
+            }
+            assert!(last < most && !last.is_zero(), "{last:?}");
+            grace.learn(most, false);
+            assert_eq!(grace.now(), last, "nothing has come: a spin would not have met it");
+            grace.learn(most, true);
+            assert_eq!(grace.now(), most);
+        }
+    }
+
+    #[test]
+    fn a_wait_that_has_slept_sleeps_again_at_once_and_is_learnt_from() {
+        let grace = Grace::new(true);
+        let mut idle = Idle::new(WaitStrategy::Auto, 2, &grace);
+        let begun = Instant::now();
+        while !idle.pause() {}
+        assert!(begun.elapsed() >= BLIND_GRACE && idle.pause());
+        let [least, most] = [1, 20].map(Duration::from_micros);
+        assert_eq!(idle.nap(least, most), most, "a part of the wait");
+        while begun.elapsed() < BLIND_GRACE * 2 {
+            thread::yield_now();
+        }
+        idle.reset();
+        assert!(grace.now() < BLIND_GRACE && !idle.pause(), "the next one spins, for less");
     }
 
     #[test]

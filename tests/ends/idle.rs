@@ -25,6 +25,7 @@ use crate::{
 cases! {
     j3_an_idle_relay_takes_less_than_a_hundredth_of_a_core,
     j3_threads_that_wait_for_a_peer_that_does_nothing_take_next_to_nothing,
+    j3_who_waits_long_on_an_engine_without_a_bell_takes_next_to_nothing,
     j6_an_engine_that_only_fails_is_not_asked_without_pause_and_works_right_after,
     j8_many_relays_have_the_threads_that_are_documented_and_need_no_call_of_their_users,
 }
@@ -78,6 +79,23 @@ fn j3_threads_that_wait_for_a_peer_that_does_nothing_take_next_to_nothing() {
         println!("{kind}: {:.3} % of a core for each thread that waits", each * 100.0);
         assert!(each < 0.05, "{kind}: {each}");
     }
+}
+
+fn j3_who_waits_long_on_an_engine_without_a_bell_takes_next_to_nothing() {
+    let engine = Hooked::over(crate::in_process());
+    engine.replace_bell(None);
+    let relay = Relay::new(engine.engine(), &small()).unwrap();
+    let (metadata, token) = put(&relay, b"nobody gets it");
+    thread::scope(|s| {
+        let waiting = s.spawn(|| token.wait());
+        // It spins for a while first, and then its naps grow.
+        thread::sleep(Duration::from_millis(200));
+        let share = share_of(Duration::from_secs(3));
+        println!("{:.3} % of a core", share * 100.0);
+        relay.abort(&metadata).unwrap();
+        assert!(waiting.join().unwrap().is_err());
+        assert!(share < 0.04, "{share}");
+    });
 }
 
 fn j6_an_engine_that_only_fails_is_not_asked_without_pause_and_works_right_after() {

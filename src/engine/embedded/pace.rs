@@ -6,7 +6,7 @@
 
 use crate::{
     affinity,
-    wait::{Idle, WaitStrategy},
+    wait::{Grace, Idle, WaitStrategy},
 };
 
 /// Whether looks come before sleep, and on how many cores.
@@ -32,9 +32,9 @@ impl Pace {
         self.strategy == WaitStrategy::Park
     }
 
-    /// The begin of a wait.
-    pub(super) fn idle(self) -> Idle {
-        Idle::of_calls(self.strategy, self.cores)
+    /// The begin of a wait of a kind.
+    pub(super) fn idle(self, grace: &Grace) -> Idle<'_> {
+        Idle::of_calls(self.strategy, self.cores, grace)
     }
 }
 
@@ -50,12 +50,12 @@ mod tests {
 
     #[test]
     fn who_parks_sleeps_at_once_and_all_others_sleep_soon() {
-        let pace = Pace::of(WaitStrategy::Park);
-        assert!(pace.parks() && pace.idle().pause());
+        let (pace, grace) = (Pace::of(WaitStrategy::Park), Grace::new(false));
+        assert!(pace.parks() && pace.idle(&grace).pause());
         for strategy in [WaitStrategy::Auto, WaitStrategy::Spin, WaitStrategy::Yield] {
             let pace = Pace::of(strategy);
             assert!(!pace.parks());
-            let mut idle = pace.idle();
+            let mut idle = pace.idle(&grace);
             while !idle.pause() {} // hangs if it never does
         }
     }

@@ -26,7 +26,7 @@ use crate::{
     engine::LocalBuffer,
     error::{Error, Result},
     memory::Span,
-    wait::{Idle, WaitStrategy},
+    wait::{Idle, NAP_LEAST, NAP_MOST, WaitStrategy},
 };
 
 /// Which way the bytes go.
@@ -166,32 +166,25 @@ impl Batch {
 
     /// Passes the time until all has ended; the error for what has not.
     fn wait(&mut self, until: &Until<'_>) -> Option<Error> {
-        let begun = Instant::now();
-        let mut idle = Idle::new(WaitStrategy::Auto, self.shared.cores);
+        let shared = Arc::clone(&self.shared);
+        let mut idle = Idle::new(WaitStrategy::Auto, shared.cores, &shared.grace);
         loop {
             self.look();
             if self.tasks.iter().all(|task| task.status != Status::UnderWay) {
+                idle.end(true);
                 return None;
             }
             if self.refused.is_some() {
                 // What was begun all the same ends by itself.
                 return Some(Error::TimedOut);
             }
-            if !idle.pause() {
-                continue;
-            }
-            if let Err(error) = until.check() {
-                return Some(error);
-            }
-            let now = Instant::now();
-            match now - begun {
-                // The engine's threads may need this core for it.
-                short if short < Duration::from_millis(1) => thread::yield_now(),
-                // A small part of what it has taken so far.
-                long => {
-                    let nap = (long / 32).clamp(NAP, Duration::from_millis(1));
-                    thread::sleep(nap.min(until.deadline().saturating_duration_since(now)));
+            if idle.pause() {
+                if let Err(error) = until.check() {
+                    return Some(error);
                 }
+                let left = until.deadline().saturating_duration_since(Instant::now());
+                let nap = idle.nap(NAP_LEAST, NAP_MOST);
+                thread::sleep(nap.min(left)); // nothing tells when a transfer ends
             }
         }
     }
@@ -227,9 +220,6 @@ impl Batch {
         freed
     }
 }
-
-/// The shortest sleep that is worth its cost.
-const NAP: Duration = Duration::from_micros(50);
 
 /// The life of the thread that looks after what is parked: until there is nothing left.
 pub(super) fn reap(shared: &Arc<Shared>) {

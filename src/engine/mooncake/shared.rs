@@ -28,6 +28,7 @@ use crate::{
     error::{Error, Result},
     memory::{Host, Memory, PAGE, Purpose, Span},
     process,
+    wait::Grace,
 };
 
 pub(super) struct Shared {
@@ -42,6 +43,8 @@ pub(super) struct Shared {
     pub(super) counters: Counters,
     /// Processors that this process may use.
     pub(super) cores: usize,
+    /// How long whoever waits for a transfer spins.
+    pub(super) grace: Grace,
     scratch: Arc<Scratch>,
     calls: Mutex<Calls>,
     born: Instant,
@@ -100,6 +103,7 @@ impl Shared {
             parked: Mutex::default(),
             counters: Counters::default(),
             cores: thread::available_parallelism().map_or(1, usize::from),
+            grace: Grace::new(true),
             scratch,
             calls: Mutex::default(),
             born: Instant::now(),

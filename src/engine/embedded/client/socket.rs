@@ -20,12 +20,15 @@ use rustix::{
 use crate::{
     engine::embedded::{builder::Patience, pace::Pace},
     error::Error,
-    wait::deadline_after,
+    wait::{Grace, deadline_after},
 };
 
 /// How long somebody may receive at a time who holds what others need, and how long a pause may be.
 const HOLD: Duration = Duration::from_millis(20);
 const LINGER: Duration = Duration::from_millis(2);
+
+/// How long answers are looked for, by all clients of this process.
+static ASKED: Grace = Grace::new(false);
 
 /// A connection under way or made. Every call tries first, and waits only if it must.
 #[derive(Debug)]
@@ -96,7 +99,7 @@ impl Socket {
         deadline: Instant,
     ) -> Result<usize, Short> {
         let mut got = 0;
-        let mut idle = self.pace.idle();
+        let mut idle = self.pace.idle(&ASKED);
         if asked && self.pace.parks() {
             self.wait(PollFlags::IN, deadline).map_err(|fault| Short { got, fault })?;
         }

@@ -42,6 +42,7 @@ use super::{
 use crate::{
     engine::{Instance, Notification},
     error::Result,
+    wait::Grace,
 };
 
 /// How many bytes a connection moves before the others have their turn.
@@ -257,7 +258,8 @@ impl Drop for Loop {
 impl Loop {
     fn run(mut self) {
         let mut events = Events::with_capacity(256);
-        let mut idle = self.pace.idle();
+        let grace = Grace::new(false);
+        let mut idle = self.pace.idle(&grace);
         // Whoever was just answered asks again soon, or tells that he has read: a few looks come first.
         let mut sleeps = true;
         while !self.stop.load(Ordering::Acquire) {
