@@ -10,7 +10,8 @@
 //! - `slots`: the same from end to end, by how many slots take turns: with one the last one used is the
 //!   next, which is what a stack of free slots would give.
 //!
-//! By `taskset -c 0` all of it is on one core.
+//! `facts`, `grace` and `slots` are also the names of its parts: `cargo bench --bench waits -- slots`. By
+//! `taskset -c 0` all of it is on one core.
 
 mod common;
 
@@ -57,101 +58,150 @@ const RECEIVERS: [(&str, u64, usize); 5] = [
 ];
 
 fn main() -> io::Result<()> {
+    let args: Vec<_> = env::args().skip(1).collect();
     // As criterion does: only `cargo bench` measures, anything else tries it out.
-    let measures = env::args().any(|arg| arg == "--bench");
-    let runs = if measures { 3 } else { 1 };
-    let count = |most: usize| if measures { most } else { 2 };
+    let runs = if args.iter().any(|arg| arg == "--bench") { 3 } else { 0 };
     let cores = allowed();
-    let (own, other) = (cores[0], cores[cores.len() - 1]);
+    let bench = Bench { runs, own: cores[0], other: cores[cores.len() - 1], cores };
     println!("load average {}", fs::read_to_string("/proc/loadavg")?.trim());
-    println!("the sender's thread on core {own}, the other's on core {other}; times in µs\n");
-    let (lanes, _file, _) = mailbox::create()?;
-    let (left, right) = (relay(2, 4096)?, relay(2, 4096)?);
-    pin(own);
+    println!("the first thread on core {}, the other on core {}; in µs", bench.own, bench.other);
+    pin(bench.own);
+    let named: Vec<_> = args.iter().filter(|arg| !arg.starts_with("--")).collect();
+    let wanted = |part: &str| named.is_empty() || named.iter().any(|name| *name == part);
+    if wanted("facts") {
+        bench.facts()?;
+    }
+    if wanted("grace") {
+        bench.graces()?;
+    }
+    if wanted("slots") {
+        bench.slots()?;
+    }
+    println!("load average {}", fs::read_to_string("/proc/loadavg")?.trim());
+    Ok(())
+}
 
-    header(&["what", "rounds", "p50", "lowest–highest", "p99"]);
-    thread::scope(|scope| -> io::Result<()> {
-        scope.spawn(|| serve(&lanes[0], &right, other));
-        let mut asked = 0;
-        let hops = runs_of(runs, || {
-            many(count(20_000), || {
+struct Bench {
+    /// 0: everything is tried out.
+    runs: usize,
+    cores: Vec<usize>,
+    own: usize,
+    other: usize,
+}
+
+impl Bench {
+    fn count(&self, most: usize) -> usize {
+        if self.runs == 0 { 2 } else { most }
+    }
+
+    fn runs(&self, run: impl FnMut() -> Histogram<u64>) -> Vec<Histogram<u64>> {
+        std::iter::repeat_with(run).take(self.runs.max(1)).collect()
+    }
+
+    /// Has `first` done beside a thread that answers, or gets.
+    fn with_other<T>(
+        &self,
+        relay: &Relay,
+        first: impl FnOnce(&Lane) -> io::Result<T>,
+    ) -> io::Result<T> {
+        let (lanes, _file, _) = mailbox::create()?;
+        thread::scope(|scope| {
+            scope.spawn(|| serve(&lanes[0], relay, self.other, self.own == self.other));
+            let done = first(&lanes[0]);
+            lanes[0].ask(END, "");
+            done
+        })
+    }
+
+    fn facts(&self) -> io::Result<()> {
+        println!();
+        header(&["what", "rounds", "p50", "lowest–highest", "p99"]);
+        self.with_other(&relay(1, 1)?, |lane| {
+            let mut asked = 0;
+            let mut hop = || {
                 let begun = Instant::now();
-                lanes[0].ask(HOP, "");
+                lane.ask(HOP, "");
                 asked += 1;
-                lanes[0].await_reply(asked);
+                lane.await_reply(asked);
                 nanos(begun) / 2
-            })
-        });
-        row("hop", &hops);
+            };
+            row("hop", &self.runs(|| many(self.count(20_000), &mut hop)));
+            Ok(())
+        })?;
         for micros in [20, 100, 300, 1000, 3000, 10_000] {
             let slept = Duration::from_micros(micros);
-            let rounds = count((400_000 / micros as usize).min(1000));
-            let (mut waking, mut calling) = (Vec::new(), Vec::new());
-            for _ in 0..runs {
-                let (to_run, call) = wakes(slept, other, rounds);
-                waking.push(to_run);
-                calling.push(call);
-            }
-            row(&format!("wake after {slept:?}"), &waking);
-            row("  of that the call", &calling);
+            let rounds = self.count((400_000 / micros as usize).min(1000));
+            let mut calls = Vec::new();
+            let wakes = self.runs(|| {
+                let (to_run, call) = wakes(slept, self.other, rounds);
+                calls.push(call);
+                to_run
+            });
+            row(&format!("wake after {slept:?}"), &wakes);
+            row("  of that the call", &calls);
         }
-        let yields = |rounds| many(rounds, || timed(thread::yield_now));
-        row("yield, alone", &runs_of(runs, || yields(count(20_000))));
-        {
-            let _stranger = Strangers::start(&[own], 1)?;
-            row("yield, one stranger", &runs_of(runs, || yields(count(100))));
-        }
+        let yields = |rounds| many(self.count(rounds), || timed(thread::yield_now));
+        row("yield, alone", &self.runs(|| yields(20_000)));
+        let stranger = Strangers::start(&[self.own], 1)?;
+        row("yield, a stranger on the core", &self.runs(|| yields(100)));
+        drop(stranger);
         for micros in [1, 50, 100, 1000] {
             let asked = Duration::from_micros(micros);
-            let nap = || many(count(300), || timed(|| thread::sleep(asked)));
-            row(&format!("nap of {asked:?}"), &runs_of(runs, nap));
+            let nap = || many(self.count(300), || timed(|| thread::sleep(asked)));
+            row(&format!("nap of {asked:?}"), &self.runs(nap));
         }
+        Ok(())
+    }
 
-        println!("\ngrace: the sender's wait, and its thread's time on its core, for each");
-        header(&["the receiver", "rounds", "p50", "lowest–highest", "p99", "of the core"]);
-        let sender = Sender { relay: &left, lane: &lanes[0] };
-        for (name, micros, strangers) in RECEIVERS {
-            let _strangers = Strangers::start(&cores, strangers)?;
-            let rounds = count(if strangers > 0 { 200 } else { 2000 });
-            for fixed in [None, Some(0), Some(6), Some(12), Some(25), Some(50), Some(100)] {
-                fix_grace(fixed.map(Duration::from_micros));
-                let mut took = 0;
-                let waits = runs_of(runs, || {
-                    (0..rounds / 10).for_each(|_| _ = sender.once(4096, micros));
-                    let before = own_time();
-                    let waits = many(rounds, || sender.once(4096, micros)[0]);
-                    took += own_time() - before;
-                    waits
-                });
-                let grace =
-                    fixed.map_or_else(|| "learnt".to_owned(), |micros| format!("{micros} µs"));
-                let each = took as f64 / 1e3 / (rounds * runs) as f64;
-                line(&format!("{name}, {grace}"), &waits);
-                println!(" {each:>12.2}");
+    fn graces(&self) -> io::Result<()> {
+        println!();
+        header(&["the receiver, grace", "rounds", "p50", "lowest–highest", "p99", "of the core"]);
+        let (left, right) = (relay(2, 4096)?, relay(2, 4096)?);
+        self.with_other(&right, |lane| {
+            let sender = Sender { relay: &left, lane };
+            for (name, micros, strangers) in RECEIVERS {
+                let _strangers = Strangers::start(&self.cores, strangers)?;
+                let rounds = self.count(if strangers > 0 { 200 } else { 1000 });
+                for fixed in [None, Some(0), Some(6), Some(12), Some(25), Some(50), Some(100)] {
+                    fix_grace(fixed.map(Duration::from_micros));
+                    let mut took = 0;
+                    let waits = self.runs(|| {
+                        many(rounds / 10, || sender.once(4096, micros)[0]);
+                        let before = own_time();
+                        let waits = many(rounds, || sender.once(4096, micros)[0]);
+                        took += own_time() - before;
+                        waits
+                    });
+                    let grace =
+                        fixed.map_or_else(|| "learnt".to_owned(), |micros| format!("{micros} µs"));
+                    let each = took as f64 / 1e3 / (rounds * waits.len()) as f64;
+                    line(&format!("{name}, {grace}"), &waits);
+                    println!(" {each:>12.2}");
+                }
+            }
+            fix_grace(None);
+            Ok(())
+        })
+    }
+
+    fn slots(&self) -> io::Result<()> {
+        println!();
+        header(&["bytes, slots", "rounds", "p50", "lowest–highest", "p99"]);
+        for (size, rounds) in [(4 << 10, 5000), (64 << 10, 3000), (256 << 10, 1500), (1 << 20, 500)]
+        {
+            for slots in [1, 2, 4, 8, 32] {
+                let (left, right) = (relay(slots, size)?, relay(1, size)?);
+                self.with_other(&right, |lane| {
+                    let sender = Sender { relay: &left, lane };
+                    many(self.count(rounds / 10), || sender.once(size, 0)[1]);
+                    let runs = self.runs(|| many(self.count(rounds), || sender.once(size, 0)[1]));
+                    row(&format!("{}, {slots}", size_name(size)), &runs);
+                    Ok(())
+                })?;
             }
         }
-        fix_grace(None);
-        sender.lane.ask(END, "");
         Ok(())
-    })?;
-
-    println!("\nslots: from the put to its token, by how many take turns");
-    header(&["bytes, slots", "rounds", "p50", "lowest–highest", "p99"]);
-    for (size, rounds) in [(4 << 10, 5000), (64 << 10, 3000), (256 << 10, 1500), (1 << 20, 500)] {
-        for slots in [1, 2, 4, 8, 32] {
-            let (left, right) = (relay(slots, size)?, relay(slots, size)?);
-            let (lanes, _file, _) = mailbox::create()?;
-            thread::scope(|scope| {
-                scope.spawn(|| serve(&lanes[0], &right, other));
-                let sender = Sender { relay: &left, lane: &lanes[0] };
-                many(count(rounds / 10), || sender.once(size, 0)[1]);
-                let runs = runs_of(runs, || many(count(rounds), || sender.once(size, 0)[1]));
-                row(&format!("{}, {slots}", size_name(size)), &runs);
-                sender.lane.ask(END, "");
-            });
-        }
     }
-    Ok(())
 }
 
 fn relay(slots: u32, size: usize) -> io::Result<Relay> {
@@ -169,9 +219,9 @@ struct Sender<'a> {
 impl Sender<'_> {
     /// Nanoseconds from the put to its token, without what the receiver does before its get; and with it.
     fn once(&self, size: usize, works: u64) -> [u64; 2] {
+        let begun = Instant::now();
         let mut slot = self.relay.acquire(size, PATIENCE).expect("one at a time");
         slot.fill(1);
-        let begun = Instant::now();
         let (metadata, token) = self.relay.put(slot, Tensor::bytes(size)).expect("it is open");
         self.lane.ask(GET | works << 8, &metadata.to_string());
         drop(token.wait().expect("the receiver takes it"));
@@ -181,13 +231,14 @@ impl Sender<'_> {
 }
 
 /// The other thread: answers, or gets.
-fn serve(lane: &Lane, relay: &Relay, core: usize) {
+fn serve(lane: &Lane, relay: &Relay, core: usize, alone: bool) {
     pin(core);
     let mut dest = vec![1; LARGEST];
     let mut text = Vec::new();
     for number in 1.. {
         while !lane.has(number) {
-            spin_loop(); // always awake, so that its own wake is in none of the times
+            // Always awake, so that its own wake is in none of the times.
+            if alone { thread::yield_now() } else { spin_loop() }
         }
         let word = lane.hear(number, &mut text);
         match word & 0xff {
@@ -285,10 +336,6 @@ fn many(rounds: usize, mut once: impl FnMut() -> u64) -> Histogram<u64> {
     let mut times = histogram();
     (0..rounds).for_each(|_| times.saturating_record(once()));
     times
-}
-
-fn runs_of(runs: usize, run: impl FnMut() -> Histogram<u64>) -> Vec<Histogram<u64>> {
-    std::iter::repeat_with(run).take(runs).collect()
 }
 
 fn header(columns: &[&str]) {

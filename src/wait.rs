@@ -30,7 +30,7 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WaitStrategy {
-    /// Spins for up to 50 µs, less where the last waits were longer, offering its core every few µs unless
+    /// Spins for up to 100 µs, less where the last waits were longer, offering its core every few µs unless
     /// strangers take it for long; then sleeps until it is woken. Where nothing would wake it, over the real
     /// Mooncake engine, it spins for up to 1.6 ms and then naps. Where this process may use one core
     /// only, it yields instead of spinning.
@@ -80,17 +80,15 @@ pub(crate) fn nanos(time: Duration) -> u64 {
     time.as_secs().saturating_mul(1_000_000_000).saturating_add(time.subsec_nanos().into())
 }
 
-/// How long a spin lasts at most before its thread sleeps: longer than a hop between two cores, about
-/// as long as a sleeper's wake takes.
-const GRACE: Duration = Duration::from_micros(50);
+/// How long a spin lasts at most before its thread sleeps: a few times what a sleeper's wake takes, 18 to 50 µs.
+const GRACE: Duration = Duration::from_micros(100);
 
 /// The same of who looks at what wakes nobody: longer than it takes the real Mooncake engine to deliver a
 /// notification, or a read of 1 MiB.
 const BLIND_GRACE: Duration = Duration::from_micros(1600);
 
-/// How often a grace is halved at most.
-const HALVINGS: u32 = 3;
-const BLIND_HALVINGS: u32 = 5;
+/// How often a grace is halved at most: no spin is shorter than a few hops between two cores.
+const HALVINGS: u32 = 4;
 
 /// The part of a blind wait that one of its sleeps lasts: so much later it ends than it might.
 const NAP_SHARE: u32 = 32;
@@ -159,10 +157,9 @@ impl Grace {
     /// A wait has slept before it was over. `met`: what it waited for has come.
     fn learn(&self, waited: Duration, met: bool) {
         let halved = self.halved.load(Ordering::Relaxed);
-        let most = if self.blind { BLIND_HALVINGS } else { HALVINGS };
-        // Twice, since the wake is in it, too.
-        if waited > self.most() * 2 {
-            self.halved.store((halved + 1).min(most), Ordering::Relaxed);
+        // The wake is in it, too.
+        if waited > self.most() * 3 / 2 {
+            self.halved.store((halved + 1).min(HALVINGS), Ordering::Relaxed);
         } else if met && halved > 0 {
             self.halved.store(0, Ordering::Relaxed);
         }
@@ -284,13 +281,13 @@ mod tests {
     use super::*;
     use crate::affinity;
 
-    static GRACE: Grace = Grace::new(false);
+    static SPINS: Grace = Grace::new(false);
 
     /// One thread's turns: how many of them ran out of grace before they came.
     fn turns(turn: &AtomicU32, mine: u32, turns: u32) -> u32 {
         let mut slept = 0;
         for number in (mine..turns).step_by(2) {
-            let mut idle = Idle::new(WaitStrategy::Auto, 2, &GRACE);
+            let mut idle = Idle::new(WaitStrategy::Auto, 2, &SPINS);
             let mut over = false;
             while turn.load(Ordering::SeqCst) != number {
                 if idle.pause() {

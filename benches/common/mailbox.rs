@@ -22,7 +22,7 @@ use rustix::{
 
 /// How many pairs of threads talk at once.
 pub(crate) const LANES: usize = 4;
-/// As long as a relay's own.
+/// How long whoever waits spins.
 const GRACE: Duration = Duration::from_micros(50);
 const WORDS: usize = 256;
 
