@@ -128,8 +128,7 @@ fn offer_core() -> bool {
     ours
 }
 
-/// How long the waits of some kind spin, by how long the last ones were that did not end meanwhile: a
-/// spin that would not have met the end is wasted.
+/// How long the waits of some kind spin, by how the last ones ended: a spin that meets nothing is wasted.
 #[derive(Debug)]
 pub(crate) struct Grace {
     blind: bool,
@@ -154,13 +153,13 @@ impl Grace {
         }
     }
 
-    /// A wait has slept before it was over. `met`: what it waited for has come.
+    /// A wait has ended that has slept, or has met nothing. `met`: what it waited for has come.
     fn learn(&self, waited: Duration, met: bool) {
         let halved = self.halved.load(Ordering::Relaxed);
         // The wake is in it, too.
-        if waited > self.most() * 3 / 2 {
+        if !met || waited > self.most() * 3 / 2 {
             self.halved.store((halved + 1).min(HALVINGS), Ordering::Relaxed);
-        } else if met && halved > 0 {
+        } else if halved > 0 {
             self.halved.store(0, Ordering::Relaxed);
         }
     }
@@ -212,8 +211,11 @@ impl<'a> Idle<'a> {
 
     /// The stretch is over. `met`: because there is something to do.
     pub(crate) fn end(&self, met: bool) {
-        if let Some(since) = self.since.filter(|_| self.slept) {
-            self.grace.learn(since.elapsed(), met);
+        let Some(since) = self.since.filter(|_| self.slept || !met) else { return };
+        let waited = since.elapsed();
+        // Of one that was given up early nobody knows how long it would have been.
+        if self.slept || waited > self.grace.now() / 2 {
+            self.grace.learn(waited, met);
         }
     }
 
@@ -335,11 +337,26 @@ mod tests {
                 last = grace.now();
             }
             assert!(last < most && !last.is_zero(), "{last:?}");
-            grace.learn(most, false);
-            assert_eq!(grace.now(), last, "nothing has come: a spin would not have met it");
             grace.learn(most, true);
             assert_eq!(grace.now(), most);
         }
+    }
+
+    #[test]
+    fn who_waits_for_less_than_a_spin_again_and_again_does_not_spin_for_all_of_it() {
+        let grace = Grace::new(true);
+        let slept = |_| {
+            let mut idle = Idle::new(WaitStrategy::Auto, 2, &grace);
+            let begun = Instant::now();
+            let mut slept = false;
+            while begun.elapsed() < BLIND_GRACE * 3 / 4 && !slept {
+                slept = idle.pause();
+            }
+            idle.end(false);
+            slept
+        };
+        // The second time, unless others have the core.
+        assert!((0..1000).any(slept), "{:?}", grace.now());
     }
 
     #[test]
@@ -351,7 +368,8 @@ mod tests {
         assert!(begun.elapsed() >= BLIND_GRACE && idle.pause());
         let [least, most] = [1, 20].map(Duration::from_micros);
         assert_eq!(idle.nap(least, most), most, "a part of the wait");
-        while begun.elapsed() < BLIND_GRACE * 2 {
+        let slept = Instant::now();
+        while slept.elapsed() < BLIND_GRACE {
             thread::yield_now();
         }
         idle.reset();
