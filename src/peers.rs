@@ -2,11 +2,11 @@
 
 use std::{
     collections::HashMap,
-    hash::{BuildHasher, Hasher, RandomState},
     sync::Arc,
     time::{Duration, Instant},
 };
 
+use foldhash::quality::RandomState;
 use parking_lot::{Mutex, RwLock};
 
 use crate::{
@@ -17,60 +17,8 @@ use crate::{
 /// Everybody this relay has read from lately.
 #[derive(Debug, Default)]
 pub(crate) struct Peers {
-    known: RwLock<HashMap<Arc<str>, Arc<Peer>, Keyed>>,
-}
-
-/// Makes hashers of one key of the system's. A get asks once for its peer, by a name of some 15 bytes, of
-/// which SipHash would take longer than all the rest of that. Nothing shows a hash or the key; if somebody
-/// chose names that share a hash all the same, there are [`REMEMBERED`] at the most.
-#[derive(Debug)]
-struct Keyed([u64; 2]);
-
-/// Folds eight bytes at a time into one word by a long multiplication.
-struct Folded {
-    hash: u64,
-    key: u64,
-}
-
-impl Default for Keyed {
-    fn default() -> Self {
-        let random = RandomState::new();
-        Self([0, 1].map(|n: u64| random.hash_one(n)))
-    }
-}
-
-impl BuildHasher for Keyed {
-    type Hasher = Folded;
-
-    fn build_hasher(&self) -> Folded {
-        // Odd, so that no word is lost in the product.
-        Folded { hash: self.0[0], key: self.0[1] | 1 }
-    }
-}
-
-impl Folded {
-    fn fold(&mut self, word: u64) {
-        let product = u128::from(self.hash ^ word) * u128::from(self.key);
-        self.hash = (product as u64) ^ (product >> 64) as u64;
-    }
-}
-
-impl Hasher for Folded {
-    fn write(&mut self, bytes: &[u8]) {
-        let (words, rest) = bytes.as_chunks::<8>();
-        words.iter().for_each(|word| self.fold(u64::from_le_bytes(*word)));
-        let mut last = [0; 8];
-        last[..rest.len()].copy_from_slice(rest);
-        self.fold(u64::from_le_bytes(last) ^ (bytes.len() as u64) << 56);
-    }
-
-    fn write_u8(&mut self, _: u8) {
-        // The end of a text, whose length is in already.
-    }
-
-    fn finish(&self) -> u64 {
-        self.hash
-    }
+    /// By a keyed hash that need not be strong: it shows nowhere, and there are [`REMEMBERED`] at the most.
+    known: RwLock<HashMap<Arc<str>, Arc<Peer>, RandomState>>,
 }
 
 /// More than this many are not remembered; those with nothing under way are forgotten first.
