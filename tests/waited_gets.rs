@@ -1,5 +1,6 @@
 //! Gets for which somebody waits at once wake no thread; those for which nobody does are read all the
-//! same, and by as many threads as there are slots for.
+//! same, and by as many threads as there are slots for. Those that were passed over, since their peer had
+//! failed, are read as soon as they may.
 #![allow(clippy::unwrap_used, reason = "a panic is how a test fails")]
 
 mod common;
@@ -13,8 +14,8 @@ use std::{
     time::Duration,
 };
 
-use crossbeam::channel;
-use mooncake_relay::{Completion, Config, Relay, Slot, Tensor};
+use crossbeam::channel::{self, Receiver, Sender};
+use mooncake_relay::{Completion, Config, Engine, Error, Relay, Result, Slot, Tensor};
 
 use crate::common::{
     gate::Gate,
@@ -112,4 +113,109 @@ fn slots_come_back(name: &'static str, give: fn(&mut Vec<Slot>, &Gate)) {
             assert_eq!(token.wait().unwrap()[..], [byte]);
         }
     });
+}
+
+#[test]
+fn a_peer_that_answers_another_thread_has_its_gets_read_that_were_passed_over() {
+    within(WATCHDOG, || {
+        let scene = Scene::new("passed-over-answers");
+        scene.fails();
+        scene.get(1);
+        let first = scene.begun();
+        scene.get(2); // a thread is free, but for a peer that failed there is the other one
+        thread::sleep(Duration::from_millis(50)); // wider: it passes it over
+        scene.is_read_by_its_caller();
+        scene.begun().send(Ok(())).unwrap();
+        assert_eq!(scene.done.recv().unwrap().tag, 2);
+        first.send(Ok(())).unwrap();
+        assert_eq!(scene.done.recv().unwrap().tag, 1);
+    });
+}
+
+#[test]
+fn a_get_that_was_passed_over_has_its_turn_when_the_one_before_it_has_failed() {
+    within(WATCHDOG, || {
+        let scene = Scene::new("passed-over-failed");
+        scene.fails();
+        scene.get(1);
+        let first = scene.begun();
+        scene.get(2);
+        thread::sleep(Duration::from_millis(50)); // wider: the other thread passes it over
+        first.send(Err(Error::TimedOut)).unwrap();
+        scene.begun().send(Ok(())).unwrap();
+        assert_eq!([1, 2].map(|_| scene.done.recv().unwrap().tag), [1, 2]);
+    });
+}
+
+#[test]
+fn a_get_that_was_passed_over_has_its_turn_when_one_from_before_the_failure_has_ended() {
+    within(WATCHDOG, || {
+        let scene = Scene::new("passed-over-before");
+        scene.is_read_by_its_caller();
+        scene.get(1);
+        let first = scene.begun();
+        scene.fails();
+        scene.get(2);
+        thread::sleep(Duration::from_millis(50)); // wider: the other thread passes it over
+        first.send(Err(Error::TimedOut)).unwrap();
+        scene.begun().send(Ok(())).unwrap();
+        assert_eq!([1, 2].map(|_| scene.done.recv().unwrap().tag), [1, 2]);
+    });
+}
+
+/// A relay of two transfer threads that gets from itself; each read ends as the test says.
+struct Scene {
+    relay: Relay,
+    reads: Receiver<Sender<Result<()>>>,
+    tell: Sender<Completion<Slot>>,
+    done: Receiver<Completion<Slot>>,
+}
+
+impl Scene {
+    fn new(name: &str) -> Self {
+        let engine = Hooked::new(name);
+        let (begin, reads) = channel::unbounded();
+        engine.before(Call::Read, move || {
+            let (end, outcome) = channel::bounded(1);
+            begin.send(end).unwrap();
+            outcome.recv().unwrap_or(Ok(())) // the test is over
+        });
+        // A peer that takes the note of a failed get has answered.
+        engine.on_notify(|next, peer, note, deadline| match note.message() {
+            "transfer_failed" => Err(Error::Closed),
+            _ => next.notify(peer, note, deadline),
+        });
+        let config = Config::default().with_slot_size(64).with_credits(4).with_transfer_threads(2);
+        let relay = Relay::new(engine.engine(), &config).unwrap();
+        let (tell, done) = channel::unbounded();
+        Self { relay, reads, tell, done }
+    }
+
+    /// A get that nobody waits for.
+    fn get(&self, tag: u64) {
+        let (metadata, _) = self.relay.put_bytes(&[7], Tensor::bytes(1)).unwrap();
+        self.relay.get(&metadata).unwrap().attach(&self.tell, tag);
+    }
+
+    /// The end of the read that has begun.
+    fn begun(&self) -> Sender<Result<()>> {
+        self.reads.recv().unwrap()
+    }
+
+    /// A get that its caller reads, and that ends so.
+    fn read_by_its_caller(&self, outcome: Result<()>) -> Result<Slot> {
+        let (metadata, _) = self.relay.put_bytes(&[7], Tensor::bytes(1)).unwrap();
+        thread::scope(|scope| {
+            scope.spawn(|| self.begun().send(outcome).unwrap());
+            self.relay.get(&metadata).unwrap().wait()
+        })
+    }
+
+    fn is_read_by_its_caller(&self) {
+        self.read_by_its_caller(Ok(())).unwrap();
+    }
+
+    fn fails(&self) {
+        assert!(matches!(self.read_by_its_caller(Err(Error::TimedOut)), Err(Error::TimedOut)));
+    }
 }

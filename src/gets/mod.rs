@@ -19,7 +19,10 @@ use crossbeam::utils::CachePadded;
 use parking_lot::{Condvar, Mutex};
 
 pub(crate) use self::turns::{Tell, Work};
-use self::{streak::Streak, turns::Way};
+use self::{
+    streak::Streak,
+    turns::{RULES, Way},
+};
 use crate::{
     engine::RemoteBuffer,
     error::{Error, Result},
@@ -119,6 +122,9 @@ struct Table<M: Memory> {
     free: Vec<u32>,
     /// Queued gets in order, and gets that somebody else has claimed or ended meanwhile.
     order: VecDeque<Handle>,
+    /// How many at its front are known not to be begun, for each rule in `turns`: nothing has happened
+    /// since that would let one.
+    passed: [usize; RULES],
     tells: VecDeque<(Instant, Tell)>,
     queued: usize,
     reading: usize,
@@ -165,6 +171,7 @@ impl<M: Memory> Gets<M> {
             places: Vec::new(),
             free: Vec::new(),
             order: VecDeque::new(),
+            passed: [0; RULES],
             tells: VecDeque::new(),
             queued: 0,
             reading: 0,
@@ -284,8 +291,7 @@ impl<M: Memory> Gets<M> {
     pub(crate) fn defer(&self, handle: Handle) {
         let mut table = self.table.lock();
         if table.queued_job(handle).is_some() {
-            table.order.retain(|other| *other != handle);
-            table.order.push_back(handle);
+            table.move_back(handle);
         }
     }
 
@@ -299,7 +305,8 @@ impl<M: Memory> Gets<M> {
 
     /// A peer answers that had not, or had failed: its gets need wait for nobody's turn any more.
     pub(crate) fn proven(&self) {
-        let table = self.table.lock();
+        let mut table = self.table.lock();
+        table.passed = [0; RULES];
         if table.idle > 0 && !(table.order.is_empty() && table.tells.is_empty()) {
             self.work.notify_all();
         }
@@ -457,6 +464,23 @@ impl<M: Memory> Table<M> {
         queued.find(|handle| self.queued_job(*handle).is_some_and(|job| may(&job.what)))
     }
 
+    /// The first queued get that `may` be begun by rule `rule`, whose answer is always the same.
+    fn next_by(&mut self, rule: usize, may: impl Fn(&Self, &What) -> bool) -> Option<Handle> {
+        let from = self.passed[rule];
+        let may =
+            |handle: &Handle| self.queued_job(*handle).is_some_and(|job| may(self, &job.what));
+        let found = self.order.range(from..).position(may).map(|at| from + at);
+        self.passed[rule] = found.unwrap_or(self.order.len());
+        self.order.get(found?).copied()
+    }
+
+    /// Puts a get that may be in the order already behind all others.
+    fn move_back(&mut self, handle: Handle) {
+        self.order.retain(|other| *other != handle);
+        self.order.push_back(handle);
+        self.passed = [0; RULES];
+    }
+
     /// `since`: when a transfer thread begins.
     fn begin(&mut self, handle: Handle, slot: Slot<M>, since: Option<Instant>) -> Claim<M> {
         self.queued -= 1;
@@ -472,11 +496,13 @@ impl<M: Memory> Table<M> {
     fn sweep(&mut self) {
         while self.order.front().is_some_and(|front| self.queued_job(*front).is_none()) {
             self.order.pop_front();
+            self.passed = self.passed.map(|passed| passed.saturating_sub(1));
         }
         if self.order.len() > 2 * self.queued + 64 {
             let mut order = mem::take(&mut self.order);
             order.retain(|handle| self.queued_job(*handle).is_some());
             self.order = order;
+            self.passed = [0; RULES];
         }
     }
 }

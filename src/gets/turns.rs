@@ -52,6 +52,15 @@ pub(super) enum Way {
     Given,
 }
 
+/// Which gets are looked for, one rule after another. What a rule does not let begin now it may later:
+/// when a peer answers, or a thread that was busy with a suspect is done. Whoever sees to that resets
+/// `Table::passed`; else each look would go through all that is queued for a peer that is dead.
+pub(super) const RULES: usize = 3;
+const UNFAILED: usize = 0;
+const UNSTUCK: usize = 1;
+/// All that the others let begin, too.
+const ANY: usize = 2;
+
 /// How long reads may hold every thread while a get from somebody else waits.
 const HELD_LONG: Duration = Duration::from_millis(500);
 
@@ -94,6 +103,9 @@ impl<M: Memory> Gets<M> {
         let mut table = self.table.lock();
         peer.end();
         table.suspect -= usize::from(was_suspect);
+        if was_suspect || peer.trust() != Trust::Good {
+            table.passed = [0; RULES];
+        }
         // Gets of that peer, or of another suspect, may have waited for this; where that can only be one,
         // this thread takes it next. A peer that has proven itself opens the way for all its gets.
         if was_suspect && table.idle > 0 && !table.order.is_empty() {
@@ -131,6 +143,7 @@ impl<M: Memory> Gets<M> {
         table.queued += 1;
         // Its old place in the order may still be there, and would count again.
         table.order.retain(|other| *other != handle);
+        table.passed = [0; RULES];
         true
     }
 
@@ -221,6 +234,10 @@ impl<M: Memory> Gets<M> {
         if table.queued == 0 || table.idle == 0 || table.waking {
             return false;
         }
+        let mut not_passed = table.order.range(table.passed[ANY]..);
+        if !not_passed.any(|handle| table.queued_job(*handle).is_some()) {
+            return false; // all that is queued waits for a turn
+        }
         let slots = self.receive.credits();
         // One that is idle looks as soon as it has the lock, be it woken by this or by itself.
         table.waking = slots.free() > 0 || !slots.starve();
@@ -248,10 +265,10 @@ impl<M: Memory> Gets<M> {
             |table: &Table<M>, peer: &Peer| peer.trust() != Trust::Failed && may(table, peer);
         let unstuck = |table: &Table<M>, peer: &Peer| peer.may_answer() && may(table, peer);
         self.pick_tell(table, now, good)
-            .or_else(|| self.pick_read(table, unfailed))
+            .or_else(|| self.pick_read(table, UNFAILED, unfailed))
             .or_else(|| self.pick_tell(table, now, may))
-            .or_else(|| self.pick_read(table, unstuck))
-            .or_else(|| self.pick_read(table, may))
+            .or_else(|| self.pick_read(table, UNSTUCK, unstuck))
+            .or_else(|| self.pick_read(table, ANY, may))
     }
 
     fn pick_tell(
@@ -270,9 +287,10 @@ impl<M: Memory> Gets<M> {
     fn pick_read(
         &self,
         table: &mut Table<M>,
+        rule: usize,
         may: impl Fn(&Table<M>, &Peer) -> bool,
     ) -> Option<Work<M>> {
-        let next = table.first(|what| may(table, &what.peer))?;
+        let next = table.next_by(rule, |table, what| may(table, &what.peer))?;
         let what = table.queued_job(next)?.what.clone();
         let credit = self.receive.credits().take_or_starve()?;
         table.streak.taken();
