@@ -30,10 +30,10 @@ use crate::error::{Error, Result};
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum WaitStrategy {
-    /// Spins for up to 100 µs, less where the last waits were longer, offering its core every few µs unless
-    /// strangers take it for long; then sleeps until it is woken. Where nothing would wake it, over the real
-    /// Mooncake engine, it spins for up to 1.6 ms and then naps. Where this process may use one core
-    /// only, it yields instead of spinning.
+    /// Spins for up to 100 µs, less where the last waits were longer, offering its core every few µs; then
+    /// sleeps until it is woken, and at once while strangers take the cores for long. Where nothing would
+    /// wake it, over the real Mooncake engine, it spins for up to 1.6 ms and then naps. Where this process
+    /// may use one core only, it yields instead of spinning.
     #[default]
     Auto,
     /// Keeps it: the least latency, and a whole core for each relay's notifier and for each caller
@@ -106,10 +106,11 @@ const CALLS: u32 = 1;
 /// that somebody may do here for whom we wait, a peer or a thread of the real Mooncake engine.
 const STRANGER: Duration = Duration::from_millis(1);
 
-/// For how long nobody in this process yields after that.
+/// For how long nobody in this process yields after that, nor spins.
 const SHUN: Duration = Duration::from_millis(100);
 
-/// Yields, unless strangers have taken the core for long just before. False: they have.
+/// Yields, unless strangers have taken the core for long just before. False: they have; they may well
+/// have the core of whom we wait for, too, and who spins keeps him from this one.
 fn offer_core() -> bool {
     static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
     /// In nanoseconds since then. Publishes nothing: who reads an older value yields once more.
@@ -257,7 +258,8 @@ impl<'a> Idle<'a> {
                 // The system may have put whom we wait for on this very core: without this it would
                 // run only when the grace is over, and each hop would last that long.
                 let ours = offer_core();
-                self.grace_is_over() || self.calls && !ours
+                // Who naps has nobody who wakes it, and takes threads of its own process for strangers.
+                self.grace_is_over() || !ours && !self.grace.blind
             }
         };
         self.slept
