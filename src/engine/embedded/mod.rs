@@ -12,6 +12,7 @@ mod local;
 mod many;
 mod pace;
 mod server;
+mod shared;
 mod staging;
 
 use std::{
@@ -20,7 +21,7 @@ use std::{
     os::fd::BorrowedFd,
     sync::{
         Arc,
-        atomic::{AtomicBool, AtomicU64, Ordering},
+        atomic::{AtomicBool, Ordering},
     },
     time::{Duration, Instant},
 };
@@ -31,18 +32,18 @@ use tracing::error;
 
 pub use self::{builder::EmbeddedBuilder, staging::Staging};
 use self::{
-    builder::{Endpoint, Limits, Listeners, Patience},
+    builder::{Endpoint, Listeners},
     client::{AT_ONCE, Client},
-    frame::Descriptor,
     inbox::Inbox,
     local::{Heard, Local},
     pace::Pace,
     server::Server,
+    shared::{Counters, Shared},
     staging::{Landing, Stager},
 };
 use super::{
     Access, Engine, Event, Filled, Instance, LocalBuffer, Notification, Publication, ReadError,
-    RemoteBuffer, Retracted, Viewed, exports::Exports,
+    RemoteBuffer, Retracted, Viewed,
 };
 use crate::{
     doorbell::Doorbell,
@@ -520,18 +521,7 @@ impl Engine for EmbeddedEngine {
         self.shared.local.counters(each);
         self.client.counters(each);
         each("reads_staged", self.shared.stager.read().as_ref().map_or(0, |stager| stager.reads()));
-        let counters = &self.shared.counters;
-        let values = [
-            ("bytes_served", &counters.bytes_served),
-            ("refused", &counters.refused),
-            ("notes_refused", &counters.notes_refused),
-            ("connections", &counters.connections),
-            ("connections_open", &counters.connections_open),
-            ("connections_refused", &counters.connections_refused),
-        ];
-        for (name, value) in values {
-            each(name, value.load(Ordering::Relaxed));
-        }
+        self.shared.counters.each(each);
     }
 }
 
@@ -543,58 +533,6 @@ impl Drop for EmbeddedEngine {
         // The thread is the parent's, and there is nothing here to end or to join.
         mem::forget(mem::replace(self.state.get_mut(), State::Stopped));
     }
-}
-
-/// What the engine and its server's thread both use.
-#[derive(Debug)]
-struct Shared {
-    endpoint: Endpoint,
-    limits: Limits,
-    patience: Patience,
-    /// How device memory is reached, if at all.
-    staging: Option<Staging>,
-    /// While a relay in device memory uses it.
-    stager: RwLock<Option<Arc<Stager>>>,
-    exports: Arc<Exports>,
-    inbox: Inbox,
-    local: Local,
-    /// Locked by each put.
-    spans: CachePadded<Mutex<Vec<(Span, Access)>>>,
-    counters: Counters,
-    /// How its relay waits.
-    pace: Mutex<Pace>,
-    /// The server's thread has ended, and nobody stopped it.
-    failed: AtomicBool,
-}
-
-impl Shared {
-    fn stager(&self) -> Option<Arc<Stager>> {
-        self.stager.read().clone()
-    }
-
-    fn descriptor(&self, instance: Instance) -> Descriptor {
-        let spans = self.spans.lock();
-        let published = spans.iter().filter(|(_, access)| *access == Access::Published);
-        Descriptor {
-            name: self.endpoint.session_id.clone(),
-            data_host: Some(self.endpoint.host.clone()),
-            data_port: self.endpoint.data_port,
-            version: 2,
-            instance: Some(instance),
-            buffers: published.map(|(span, _)| (span.addr(), span.len as u64)).collect(),
-        }
-    }
-}
-
-#[derive(Debug, Default)]
-struct Counters {
-    bytes_served: AtomicU64,
-    /// Requests that were not served.
-    refused: AtomicU64,
-    notes_refused: AtomicU64,
-    connections: AtomicU64,
-    connections_open: AtomicU64,
-    connections_refused: AtomicU64,
 }
 
 fn broken(reason: &str) -> Error {

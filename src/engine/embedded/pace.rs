@@ -1,13 +1,19 @@
-//! How the engine's threads pass the time before they sleep.
+//! How whoever waits for an answer passes the time before it sleeps.
 //!
-//! The answer to a request is there after some ten microseconds, and so is the next request after an
-//! answer: a thread that sleeps at once is woken for each of them, which takes longer. So whoever
-//! expects one looks for a grace first, as the relay's own waits do. Each look is a system call.
+//! The answer is there after some ten microseconds: who sleeps at once is woken for each, which takes
+//! longer where his core went idle meanwhile. So he looks for a grace first, as the relay's own waits do. Each
+//! look is a system call. The server sleeps at once: a wake takes the core from whoever looks, and looks of
+//! its own would make it wait for its turn.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::{
     affinity,
-    wait::{Grace, Idle, WaitStrategy},
+    wait::{Idle, WaitStrategy},
 };
+
+/// How many threads of this process look at this moment. It guards nothing: Relaxed.
+static LOOKING: AtomicUsize = AtomicUsize::new(0);
 
 /// Whether looks come before sleep, and on how many cores.
 #[derive(Clone, Copy, Debug)]
@@ -32,9 +38,68 @@ impl Pace {
         self.strategy == WaitStrategy::Park
     }
 
-    /// The begin of a wait of a kind.
-    pub(super) fn idle(self, grace: &Grace) -> Idle<'_> {
-        Idle::of_calls(self.strategy, self.cores, grace)
+    /// How many threads may look at once: whom they wait for needs the other cores.
+    fn most(self) -> usize {
+        (self.cores / 2).max(1)
+    }
+
+    /// The begin of a wait.
+    pub(super) fn looks(self) -> Looks {
+        let idle = Idle::of_calls(self.strategy, self.cores);
+        Looks { idle, most: self.most(), looks: false }
+    }
+}
+
+/// One wait, or one after another.
+#[derive(Debug)]
+pub(super) struct Looks {
+    idle: Idle,
+    most: usize,
+    /// Whether this is one of them.
+    looks: bool,
+}
+
+impl Looks {
+    /// Passes a moment. True: the thread had better sleep until it is woken.
+    pub(super) fn pause(&mut self) -> bool {
+        if !self.begin() {
+            return true;
+        }
+        let over = self.idle.pause();
+        if over {
+            self.end();
+        }
+        over
+    }
+
+    /// What was waited for has come.
+    pub(super) fn reset(&mut self) {
+        self.end();
+        self.idle.reset();
+    }
+
+    /// Whether it may look.
+    fn begin(&mut self) -> bool {
+        if !self.looks {
+            self.looks = true;
+            if LOOKING.fetch_add(1, Ordering::Relaxed) >= self.most {
+                self.end();
+            }
+        }
+        self.looks
+    }
+
+    fn end(&mut self) {
+        if self.looks {
+            self.looks = false;
+            LOOKING.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for Looks {
+    fn drop(&mut self) {
+        self.end();
     }
 }
 
@@ -50,13 +115,26 @@ mod tests {
 
     #[test]
     fn who_parks_sleeps_at_once_and_all_others_sleep_soon() {
-        let (pace, grace) = (Pace::of(WaitStrategy::Park), Grace::new(false));
-        assert!(pace.parks() && pace.idle(&grace).pause());
+        let pace = Pace::of(WaitStrategy::Park);
+        assert!(pace.parks() && pace.looks().pause());
         for strategy in [WaitStrategy::Auto, WaitStrategy::Spin, WaitStrategy::Yield] {
             let pace = Pace::of(strategy);
             assert!(!pace.parks());
-            let mut idle = pace.idle(&grace);
-            while !idle.pause() {} // hangs if it never does
+            let mut looks = pace.looks();
+            while !looks.pause() {} // hangs if it never does
+        }
+    }
+
+    #[test]
+    fn no_more_threads_look_at_once_than_half_the_cores() {
+        let pace = Pace::of(WaitStrategy::Auto);
+        let mut all = vec![pace; pace.cores + 4].into_iter().map(Pace::looks).collect::<Vec<_>>();
+        let looking = all.iter_mut().filter_map(|looks| looks.begin().then_some(())).count();
+        assert!(looking <= pace.most(), "{looking}");
+        drop(all);
+        // Hangs if one has not given its place back.
+        while !pace.looks().begin() {
+            std::thread::yield_now();
         }
     }
 }

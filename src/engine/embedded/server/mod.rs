@@ -36,13 +36,11 @@ use super::{
     Shared,
     builder::Listeners,
     local::{DOOR, Door, Local},
-    pace::Pace,
     staging::Arrivals,
 };
 use crate::{
     engine::{Instance, Notification},
     error::Result,
-    wait::Grace,
 };
 
 /// How many bytes a connection moves before the others have their turn.
@@ -130,7 +128,6 @@ impl Server {
             poll.registry().register(&mut port.listener, port.kind.token(), Interest::READABLE)?;
         }
         let door = shared.local.start(instance, poll.registry(), shared.limits.connections);
-        let pace = *shared.pace.lock();
         let serving = Loop {
             poll,
             door,
@@ -146,7 +143,6 @@ impl Server {
             tick: None,
             arrivals: Arc::new(Arrivals::new(Arc::clone(&waker))),
             waiting: VecDeque::new(),
-            pace,
         };
         let thread =
             thread::Builder::new().name("relay-server".to_owned()).spawn(move || serving.run())?;
@@ -242,7 +238,6 @@ struct Loop {
     arrivals: Arc<Arrivals>,
     /// Who waits for a chunk, by their places; first come, first served.
     waiting: VecDeque<usize>,
-    pace: Pace,
 }
 
 impl Drop for Loop {
@@ -258,18 +253,9 @@ impl Drop for Loop {
 impl Loop {
     fn run(mut self) {
         let mut events = Events::with_capacity(256);
-        let grace = Grace::new(false);
-        let mut idle = self.pace.idle(&grace);
-        // Whoever was just answered asks again soon, or tells that he has read: a few looks come first.
-        let mut sleeps = true;
         while !self.stop.load(Ordering::Acquire) {
-            let timeout = if sleeps { self.timeout() } else { Some(Duration::ZERO) };
-            match self.poll.poll(&mut events, timeout) {
-                Ok(()) if events.is_empty() && self.turns.is_empty() => sleeps = idle.pause(),
-                Ok(()) => {
-                    idle.reset();
-                    sleeps = self.pace.parks();
-                }
+            match self.poll.poll(&mut events, self.timeout()) {
+                Ok(()) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
                 Err(error) => {
                     error!(%error, "epoll failed: nothing is served any more");
