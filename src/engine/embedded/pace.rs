@@ -9,11 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use crate::{
     affinity,
-    wait::{Idle, WaitStrategy},
+    wait::{Grace, Idle, WaitStrategy},
 };
 
 /// How many threads of this process look at this moment. It guards nothing: Relaxed.
 static LOOKING: AtomicUsize = AtomicUsize::new(0);
+/// How long they do, by how long the last answers took.
+static GRACE: Grace = Grace::new(false);
 
 /// Whether looks come before sleep, and on how many cores.
 #[derive(Clone, Copy, Debug)]
@@ -45,7 +47,7 @@ impl Pace {
 
     /// The begin of a wait.
     pub(super) fn looks(self) -> Looks {
-        let idle = Idle::of_calls(self.strategy, self.cores);
+        let idle = Idle::of_calls(self.strategy, self.cores, &GRACE);
         Looks { idle, most: self.most(), looks: false }
     }
 }
@@ -53,7 +55,7 @@ impl Pace {
 /// One wait, or one after another.
 #[derive(Debug)]
 pub(super) struct Looks {
-    idle: Idle,
+    idle: Idle<'static>,
     most: usize,
     /// Whether this is one of them.
     looks: bool,

@@ -20,15 +20,12 @@ use rustix::{
 use crate::{
     engine::embedded::{builder::Patience, pace::Pace},
     error::Error,
-    wait::{Grace, deadline_after},
+    wait::deadline_after,
 };
 
 /// How long somebody may receive at a time who holds what others need, and how long a pause may be.
 const HOLD: Duration = Duration::from_millis(20);
 const LINGER: Duration = Duration::from_millis(2);
-
-/// How long answers are looked for, by all clients of this process.
-static ASKED: Grace = Grace::new(false);
 
 /// A connection under way or made. Every call tries first, and waits only if it must.
 #[derive(Debug)]
@@ -99,7 +96,7 @@ impl Socket {
         deadline: Instant,
     ) -> Result<usize, Short> {
         let mut got = 0;
-        let mut idle = self.pace.idle(&ASKED);
+        let mut looks = self.pace.looks();
         if asked && self.pace.parks() {
             self.wait(PollFlags::IN, deadline).map_err(|fault| Short { got, fault })?;
         }
@@ -108,14 +105,14 @@ impl Socket {
                 Ok((_, 0)) => return Err(Short { got, fault: Fault::Eof }),
                 Ok((_, more)) => {
                     got += more;
-                    idle.reset();
+                    looks.reset();
                     // A peer that trickles never makes us wait, so its time ends here.
                     if got < least && Instant::now() >= deadline {
                         return Err(Short { got, fault: Fault::Deadline });
                     }
                 }
                 Err(Errno::INTR) => {}
-                Err(Errno::AGAIN) if !idle.pause() => {}
+                Err(Errno::AGAIN) if !looks.pause() => {}
                 Err(Errno::AGAIN) => {
                     self.wait(PollFlags::IN, deadline).map_err(|fault| Short { got, fault })?;
                 }
