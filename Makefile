@@ -23,7 +23,7 @@ help:
 	@echo 'make sanitize    races under ThreadSanitizer; memory and leaks at the C interface under ASan'
 	@echo 'make miri        what touches no socket and maps no memory, under Miri'
 	@echo 'make deny        licences, sources and bans of what we depend on; advisories if reachable'
-	@echo 'make bench       what things cost here: benches/, four minutes once it is built'
+	@echo 'make bench       what things cost here: benches/, some six minutes once it is built'
 	@echo 'make compare     what others take for the same job, beside ours: rivals/, some minutes (ARGS=--quick: one)'
 	@echo 'make scale       throughput, latency, memory and threads as the load grows, in tables and plots: four minutes'
 	@echo 'make cuda-device builds what tests/cuda-device.sh runs on a machine with a GPU: target/cuda-device'
