@@ -84,7 +84,8 @@ impl<M: Memory> Core<M> {
             }
             outcome => self.judge(&what, loan, outcome),
         };
-        // An engine ends it with any error; what is the peer's doing is met again.
+        // Its read was asked to give way, and an engine may end that with any error. A fault of the peer's
+        // shows again.
         let asked = outcome.is_err() && self.gets.is_asked(handle);
         if asked && what.deadline > Instant::now() && self.gets.put_back(handle) {
             return None;

@@ -171,7 +171,7 @@ const NOT_FIXED: u64 = u64::MAX;
 static FIXED: AtomicU64 = AtomicU64::new(NOT_FIXED);
 
 /// Has every wait of this process spin for so long, or for as long as it learns: for benches.
-#[allow(unreachable_pub)] // by `internal`
+#[allow(unreachable_pub, reason = "benches reach it by `internal`")]
 pub fn fix_grace(grace: Option<Duration>) {
     FIXED.store(grace.map_or(NOT_FIXED, |grace| grace.as_micros() as u64), Ordering::Relaxed);
 }
@@ -197,8 +197,7 @@ impl<'a> Idle<'a> {
         Self { strategy, alone, calls: false, grace, looks: 0, since: None, slept: false }
     }
 
-    /// Of a thread each of whose looks is a system call: it offers its core more often, and sleeps at once
-    /// where strangers have it, since whoever wakes it takes it from them.
+    /// Of a thread each of whose looks is a system call: it offers its core at each.
     #[cfg(all(feature = "embedded", not(loom)))]
     pub(crate) fn of_calls(strategy: WaitStrategy, cores: usize, grace: &'a Grace) -> Self {
         Self { calls: true, ..Self::new(strategy, cores, grace) }

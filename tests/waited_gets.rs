@@ -23,7 +23,7 @@ use crate::common::{
     within,
 };
 
-const WATCHDOG: Duration = Duration::from_secs(60);
+const WATCHDOG: Duration = Duration::from_secs(120);
 const THREADS: usize = 4;
 
 #[test]

@@ -373,7 +373,7 @@ enum Filled {
 }
 
 const MOMENT: Timespec = Timespec { tv_sec: 0, tv_nsec: 100_000_000 };
-/// As long as a relay's own.
+/// How long whoever waits spins.
 const GRACE: Duration = Duration::from_micros(50);
 
 pub(crate) fn gone(peer: &str) -> String {

@@ -130,7 +130,7 @@ pub trait Engine: Send + Sync + 'static {
     /// that names another.
     fn protocol(&self) -> &str;
 
-    /// How the relay's callers wait. Called before [`start`](Self::start), each time: an engine that may
+    /// How the relay's callers wait. Called before each [`start`](Self::start): an engine that may
     /// spin before it sleeps does so as they do, and not where they park. By default it does nothing.
     fn waits(&self, strategy: WaitStrategy) {
         let _ = strategy;

@@ -150,7 +150,6 @@ impl EmbeddedEngine {
             local,
             spans: CachePadded::default(),
             counters: Counters::default(),
-            pace: Mutex::default(),
             failed: AtomicBool::new(false),
         });
         let (client, state) = (Client::new(builder.patience), Mutex::new(State::Bound(listeners)));
@@ -180,7 +179,7 @@ impl Engine for EmbeddedEngine {
     }
 
     fn waits(&self, strategy: WaitStrategy) {
-        *self.shared.pace.lock() = Pace::of(strategy);
+        self.client.wait_by(Pace::of(strategy));
     }
 
     fn start(&self, instance: &Instance) -> Result<()> {
@@ -201,7 +200,7 @@ impl Engine for EmbeddedEngine {
         self.shared.inbox.drain(&mut drop);
         let server = Server::start(Arc::clone(&self.shared), *instance, listeners)?;
         *state = State::Running(server);
-        self.client.start(*self.shared.pace.lock());
+        self.client.start();
         Ok(())
     }
 

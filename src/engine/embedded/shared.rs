@@ -13,7 +13,6 @@ use super::{
     frame::Descriptor,
     inbox::Inbox,
     local::Local,
-    pace::Pace,
     staging::{Stager, Staging},
 };
 use crate::{
@@ -36,8 +35,6 @@ pub(super) struct Shared {
     /// Locked by each put.
     pub(super) spans: CachePadded<Mutex<Vec<(Span, Access)>>>,
     pub(super) counters: Counters,
-    /// How its relay waits.
-    pub(super) pace: Mutex<Pace>,
     /// The server's thread has ended, and nobody stopped it.
     pub(super) failed: AtomicBool,
 }

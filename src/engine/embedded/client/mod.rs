@@ -77,8 +77,12 @@ impl Client {
         }
     }
 
-    pub(super) fn start(&self, pace: Pace) {
+    /// From now on its calls wait so.
+    pub(super) fn wait_by(&self, pace: Pace) {
         *self.pace.write() = pace;
+    }
+
+    pub(super) fn start(&self) {
         self.operations.start();
     }
 

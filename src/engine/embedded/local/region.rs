@@ -2,10 +2,10 @@
 //!
 //! ```text
 //!   0     head: how far the owner has read      the owner writes it
-//!   64    tail: how far the reader has written  the reader writes it
-//!   72    not 0: the reader has come to read    the reader writes it
-//!   128   not 0: the owner is closed             the owner writes it
-//!   192   a pin for each slot, 64 bytes apart   both do: see `words`
+//!   128   tail: how far the reader has written  the reader writes it
+//!   136   not 0: the reader has come to read    the reader writes it
+//!   256   not 0: the owner is closed             the owner writes it
+//!   384   a pin for each slot, 128 bytes apart  both do: see `words`
 //!   …     the ring                              the reader writes it
 //! ```
 //!

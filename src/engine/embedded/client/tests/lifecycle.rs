@@ -30,7 +30,7 @@ fn nothing_works_before_start_and_after_stop() {
             let note = Notification::new("id", "transfer_complete");
             assert_eq!(client.notify(&fake.name(), &note, soon()).unwrap_err().kind(), "Closed");
             assert_eq!(client.connect(&fake.name(), soon()).unwrap_err().kind(), "Closed");
-            client.start(Pace::default());
+            client.start();
             assert!(client.read(&remote, buffer(64), soon()).unwrap().verified);
             client.stop();
         }
@@ -228,7 +228,7 @@ fn whatever_races_with_stop_and_start_reads_all_or_is_closed() {
         });
         for _ in 0..200 {
             client.stop();
-            client.start(Pace::default());
+            client.start();
             client.connect(&fake.name(), soon()).unwrap();
         }
         done.store(true, Ordering::SeqCst);

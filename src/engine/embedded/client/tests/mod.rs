@@ -47,7 +47,7 @@ fn identity(byte: u8) -> Identity {
 
 fn started() -> Client {
     let client = Client::new(Patience::default());
-    client.start(Pace::default());
+    client.start();
     client
 }
 

@@ -4,7 +4,7 @@ use super::{faults::blackhole, *};
 
 fn patient(connect: Duration, stall: Duration) -> Client {
     let client = Client::new(Patience { connect, stall });
-    client.start(Pace::default());
+    client.start();
     client
 }
 
