@@ -64,6 +64,8 @@ pub(crate) struct Core<M: Memory> {
     grace: Grace,
     /// How long one who polls the engine does.
     driver_grace: Grace,
+    /// Counts who waits for the driver of an engine without a doorbell.
+    pub(crate) joined: AtomicU32,
     state: AtomicU8,
     clock: Instant,
     /// When the next lease or deadline ends, on `clock`.
@@ -135,6 +137,7 @@ impl<M: Memory> Core<M> {
             cores: parts.cores,
             grace: Grace::new(false),
             driver_grace: Grace::new(blind),
+            joined: AtomicU32::new(0),
             state: AtomicU8::new(State::Open as u8),
             clock: Instant::now(),
             next_timer: CachePadded::new(AtomicU64::new(u64::MAX)),

@@ -58,6 +58,10 @@ impl<M: Memory> Core<M> {
         while self.state() != State::Closed {
             let ticket = self.bell().ticket();
             let stands_back = self.drivers.load(Ordering::SeqCst) > 0;
+            if stands_back {
+                // Others wait, and their time is not its own.
+                idle.forget();
+            }
             let hands = if stands_back { None } else { self.driving.try_lock() };
             let mut look = Look::Nothing;
             // Before the look: what came before the end of a lease counts, however long the rest takes.
@@ -121,10 +125,11 @@ impl<M: Memory> Core<M> {
     pub(crate) fn drive(&self, done: &dyn Fn() -> bool, until: Option<Instant>) {
         let _standing = Standing::begin(self);
         let mut idle = self.idle();
+        let every = if idle.spins() { LOOKS } else { 1 };
         let mut looks = 0_u32;
         let passed = |looks: &mut u32| {
             *looks = looks.wrapping_add(1);
-            looks.is_multiple_of(LOOKS) && until.is_some_and(|until| until <= Instant::now())
+            looks.is_multiple_of(every) && until.is_some_and(|until| until <= Instant::now())
         };
         loop {
             if done() || passed(&mut looks) || self.state() != State::Open {
@@ -133,11 +138,19 @@ impl<M: Memory> Core<M> {
             if let Some(hands) = self.driving.try_lock() {
                 self.bell().disarm();
                 let mut idle = self.idle_driving();
+                let mut joined = self.joined.load(Ordering::Relaxed);
                 while !done() && !passed(&mut looks) && self.state() == State::Open {
                     match self.look() {
                         Look::Something => idle.reset(),
                         Look::Nothing if !idle.pause() => {}
                         look => {
+                            let now = self.joined.load(Ordering::Relaxed);
+                            if now != joined && look != Look::Error {
+                                // It looks for one more, whose wait begins now.
+                                joined = now;
+                                idle.forget();
+                                continue;
+                            }
                             let nap = idle.nap(NAP_LEAST, NAP_MOST);
                             self.sleep_driving(done, until, look, nap);
                             if until.is_some_and(|until| until <= Instant::now()) {
@@ -154,6 +167,11 @@ impl<M: Memory> Core<M> {
                 return;
             }
             if idle.pause() {
+                if self.engine.doorbell().is_none() {
+                    // Nothing but the driver's next look will tell what comes for this one.
+                    self.joined.fetch_add(1, Ordering::Relaxed);
+                    self.bell().ring();
+                }
                 return;
             }
         }
@@ -333,10 +351,11 @@ impl<M: Memory> Driver for Core<M> {
         // Another thread reads it, or no slot is free: looking on costs less than sleeping.
         self.gets.hurry();
         let mut idle = self.idle();
+        let every = if idle.spins() { LOOKS } else { 1 };
         let mut looks = 0_u32;
         while !done() && !idle.pause() {
             looks = looks.wrapping_add(1);
-            if looks.is_multiple_of(LOOKS) && until.is_some_and(|until| until <= Instant::now()) {
+            if looks.is_multiple_of(every) && until.is_some_and(|until| until <= Instant::now()) {
                 return;
             }
         }

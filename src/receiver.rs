@@ -49,6 +49,10 @@ impl<M: Memory> Core<M> {
         let job = Job { what, since, request, completer: Some(completer) };
         self.gets.submit(job)?;
         self.counters.gets.count();
+        // It may have failed since it was looked at, and then has nobody who would end this get.
+        if self.state() == State::Failed {
+            self.end_gets(|_, _| true, || self.failed());
+        }
         self.wake_notifier_by(deadline);
         Ok(token)
     }

@@ -28,7 +28,7 @@ impl<M: Memory> Core<M> {
         if most < 2 {
             return Vec::new();
         }
-        self.gets.claim_like(&claim.what, most - 1, Instant::now() + TIME)
+        self.gets.claim_like(claim, most - 1, Instant::now() + TIME)
     }
 
     /// Reads what was claimed, on this thread, and tells the tokens.
@@ -47,18 +47,21 @@ impl<M: Memory> Core<M> {
             }
         }
         let read = catch_unwind(AssertUnwindSafe(|| self.engine.read_many(reads, until)));
-        let outcomes = read.unwrap_or_default();
-        // Which outcome is whose cannot be told if there are too many or too few.
-        let fits = outcomes.len() == asked.len();
-        let mut outcomes = outcomes.into_iter().filter(|_| fits);
-        for (handle, what, loan) in asked {
-            let lost = || {
-                let error = broken_engine("its read_many panicked, or lost a read");
-                Err(ReadError { error, buffer: None })
-            };
-            let outcome = outcomes.next().unwrap_or_else(lost);
+        let mut outcomes = read.unwrap_or_default();
+        if outcomes.len() != asked.len() {
+            // Which outcome is whose cannot be told.
+            outcomes.clear();
+        }
+        let lost = || {
+            let error = broken_engine("its read_many panicked, or lost a read");
+            Err(ReadError { error, buffer: None })
+        };
+        outcomes.resize_with(asked.len(), lost);
+        // From the last on, since each that is queued again goes before all others.
+        for ((handle, what, loan), outcome) in asked.into_iter().zip(outcomes).rev() {
             ended.extend(self.end_of(handle, what, loan, outcome));
         }
+        ended.reverse();
         self.conclude_all(ended);
     }
 
@@ -75,6 +78,8 @@ impl<M: Memory> Core<M> {
         };
         let outcome = match outcome {
             Err(ReadError { error, buffer: Some(buffer) }) if hindered(&error) => {
+                // A peer that has not answered in time must not have the next turn, too.
+                self.learn(&what, Some(&error));
                 match loan.redeem(buffer) {
                     // The slot goes afterwards: an interrupt of this get would meet its next read.
                     Ok(_slot) if self.gets.put_back_alone(handle) => return None,

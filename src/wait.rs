@@ -206,6 +206,11 @@ impl<'a> Idle<'a> {
     /// There was something to do.
     pub(crate) fn reset(&mut self) {
         self.end(true);
+        self.forget();
+    }
+
+    /// Another stretch begins, and nothing is learnt from this one.
+    pub(crate) fn forget(&mut self) {
         (self.looks, self.since, self.slept) = (0, None, false);
     }
 

@@ -155,19 +155,25 @@ mod over_tcp {
 
     /// A sender behind a proxy, and a receiver that has read from it.
     fn pair() -> (Relay, Proxy, Relay) {
-        let config = || {
-            let config = Config::default().with_slot_size(4096).with_credits(GETS as u32);
-            config.with_receive_credits(GETS as u32)
-        };
+        let (sender, proxy) = sender();
+        let receiver = receiver(GETS);
+        assert_all_read(round(&sender, &receiver));
+        (sender, proxy, receiver)
+    }
+
+    fn sender() -> (Relay, Proxy) {
         let proxy = Proxy::new();
         let engine = EmbeddedEngine::builder("127.0.0.1:0").advertise(&proxy.advertise());
         let engine = engine.local(false).bind().unwrap();
         proxy.forward_to(engine.control_addr(), engine.data_addr());
-        let sender = Relay::new(Arc::new(engine), &config()).unwrap();
+        let config = Config::default().with_slot_size(4096).with_credits(GETS as u32);
+        (Relay::new(Arc::new(engine), &config).unwrap(), proxy)
+    }
+
+    fn receiver(credits: usize) -> Relay {
         let engine = EmbeddedEngine::builder("127.0.0.1:0").local(false).bind().unwrap();
-        let receiver = Relay::new(Arc::new(engine), &config()).unwrap();
-        assert_all_read(round(&sender, &receiver));
-        (sender, proxy, receiver)
+        let config = Config::default().with_slot_size(4096).with_credits(credits as u32);
+        Relay::new(Arc::new(engine), &config).unwrap()
     }
 
     #[test]
@@ -194,6 +200,29 @@ mod over_tcp {
                     assert_eq!(put.wait().is_ok(), n % 3 > 0);
                 }
             }
+        });
+    }
+
+    #[test]
+    fn a_peer_that_falls_silent_does_not_keep_the_threads_from_another() {
+        /// So many that tries of four would go on beyond every deadline.
+        const MANY: usize = 500;
+        within(WATCHDOG, || {
+            let [(silent, proxy), (well, _other_proxy)] = [sender(), sender()];
+            let receiver = receiver(8);
+            assert_all_read(round(&silent, &receiver));
+            assert_all_read(round(&well, &receiver));
+            proxy.data().down().stall();
+            let (metadata, _put) = silent.put_bytes(b"silent", Tensor::bytes(6)).unwrap();
+            let gets: Vec<_> = (0..MANY).map(|_| receiver.get(&metadata).unwrap()).collect();
+            let (metadata, _put) = well.put_bytes(b"well", Tensor::bytes(4)).unwrap();
+            // Nobody waits for it, so that a transfer thread has to read it.
+            let get = receiver.get(&metadata).unwrap();
+            eventually(true, || get.is_done());
+            assert!(!gets.iter().any(Token::is_done), "their deadline came first");
+            assert_eq!(get.wait().unwrap()[..], *b"well");
+            drop(gets);
+            proxy.data().down().resume();
         });
     }
 

@@ -259,12 +259,21 @@ impl<M: Memory> Gets<M> {
 
     /// Claims more gets like this one, which a transfer thread has: small ones of the same peer, that can
     /// be read in a single call.
-    pub(crate) fn claim_like(&self, what: &What, most: usize, until: Instant) -> Vec<Claim<M>> {
+    pub(crate) fn claim_like(
+        &self,
+        first: &Claim<M>,
+        most: usize,
+        until: Instant,
+    ) -> Vec<Claim<M>> {
+        let what = &first.what;
         let small = |what: &What| what.remote.len <= SMALL && what.remote.identity.is_some();
         if !small(what) || what.deadline < until {
             return Vec::new();
         }
         let mut table = self.table.lock();
+        if table.places[first.handle.place()].alone {
+            return Vec::new();
+        }
         // A peer that falls silent must not hold the credits that the others need.
         let most = most.min(self.receive.credits().free() / 2);
         let mut bytes = what.remote.len;

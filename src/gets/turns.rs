@@ -72,13 +72,16 @@ impl<M: Memory> Gets<M> {
     pub(crate) fn next(&self) -> Work<M> {
         let mut table = self.table.lock();
         let mut naps = Naps::default();
+        // Whether this thread was to wake when a notification is due.
+        let mut timed = false;
         loop {
             if table.closed {
                 return Work::End;
             }
             let now = Instant::now();
             if let Some(work) = self.pick(&mut table, now) {
-                let wakes = self.should_wake(&mut table);
+                let mut wakes = self.should_wake(&mut table);
+                wakes |= timed && table.idle > 0 && !table.tells.is_empty();
                 drop(table);
                 if wakes {
                     self.work.notify_one();
@@ -86,6 +89,7 @@ impl<M: Memory> Gets<M> {
                 return work;
             }
             let due = table.tells.iter().map(|(due, _)| *due).filter(|due| *due > now).min();
+            timed = due.is_some();
             let nap = naps.begin(&mut table.streak, now);
             table.idle += 1;
             match due.into_iter().chain(nap).min() {

@@ -97,7 +97,7 @@ impl Credits {
         debug_assert!(first, "a ring reports to one owner");
     }
 
-    /// How many are free.
+    /// How many are free; one that moves meanwhile may be counted twice, or not at all.
     pub fn free(&self) -> usize {
         self.warm.len() + self.cold.as_ref().map_or(0, |cold| cold.free.len())
     }
@@ -134,7 +134,7 @@ impl Credits {
     #[inline]
     pub fn give_back(&self, credit: u32) {
         self.push(credit);
-        // Partner: the fences in `enqueue`, `take_or_starve` and `pop_any`.
+        // Partner: the fences in `enqueue`, `starve` and `pop_any`.
         fence(Ordering::SeqCst);
         if self.waiting.load(Ordering::Relaxed) > 0 || self.starved.load(Ordering::Relaxed) {
             self.serve();

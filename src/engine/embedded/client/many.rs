@@ -83,7 +83,11 @@ impl Client {
             }
         }
         if asks.len() < 2 {
-            return peer.keep(connection); // which asks for one as well
+            // It is read alone, by the same connection unless that was ended meanwhile.
+            if operations.iter().all(|operation| operation.release().is_ok()) {
+                peer.keep(connection);
+            }
+            return;
         }
         let mut decided = Vec::with_capacity(asks.len());
         let end = connection.read_many(&mut asks, deadline, &mut decided);

@@ -140,6 +140,11 @@ impl Sources {
         };
         *state = next;
         entry.settled.notify_all();
+        drop(state);
+        // Whoever met its end before it stood here found nothing to forget.
+        if let Some(source) = source.as_ref().filter(|source| source.is_gone()) {
+            self.forget(source);
+        }
         source
     }
 
