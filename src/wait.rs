@@ -6,7 +6,7 @@ use std::{
     str::FromStr,
     sync::{
         LazyLock,
-        atomic::{AtomicU32, AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
     thread,
     time::{Duration, Instant},
@@ -110,21 +110,30 @@ const STRANGER: Duration = Duration::from_millis(1);
 const SHUN: Duration = Duration::from_millis(100);
 
 /// Yields, unless strangers have taken the core for long just before. False: they have; they may well
-/// have the core of whom we wait for, too, and who spins keeps him from this one.
-fn offer_core() -> bool {
+/// have the core of whom we wait for, too, and who spins keeps him from this one. `blind`: of a wait whose
+/// strangers are, mostly, the threads of an engine in this process, so that it tells others nothing.
+fn offer_core(blind: bool) -> bool {
     static BEGIN: LazyLock<Instant> = LazyLock::new(Instant::now);
-    /// In nanoseconds since then. Publishes nothing: who reads an older value yields once more.
-    static SHUNNED_UNTIL: AtomicU64 = AtomicU64::new(0);
+    /// In nanoseconds since then; and whether the last yield was long: one alone may be a whim of the
+    /// system's. They publish nothing: who reads an older value yields once more.
+    static SHUNNED_UNTIL: [AtomicU64; 2] = [AtomicU64::new(0), AtomicU64::new(0)];
+    static LONG: [AtomicBool; 2] = [AtomicBool::new(false), AtomicBool::new(false)];
+    let kind = usize::from(blind);
+    let (shunned_until, long) = (&SHUNNED_UNTIL[kind], &LONG[kind]);
     let since = |at: Instant| at.duration_since(*BEGIN).as_nanos() as u64;
     let before = Instant::now();
-    if since(before) < SHUNNED_UNTIL.load(Ordering::Relaxed) {
+    if since(before) < shunned_until.load(Ordering::Relaxed) {
         return false;
     }
     thread::yield_now();
     let after = Instant::now();
     let ours = after - before <= STRANGER;
+    if long.load(Ordering::Relaxed) == ours {
+        long.store(!ours, Ordering::Relaxed);
+        return true;
+    }
     if !ours {
-        SHUNNED_UNTIL.store(since(after + SHUN), Ordering::Relaxed);
+        shunned_until.store(since(after + SHUN), Ordering::Relaxed);
     }
     ours
 }
@@ -261,7 +270,7 @@ impl<'a> Idle<'a> {
                 }
                 // The system may have put whom we wait for on this very core: without this it would
                 // run only when the grace is over, and each hop would last that long.
-                let ours = offer_core();
+                let ours = offer_core(self.grace.blind);
                 // Who naps has nobody who wakes it, and takes threads of its own process for strangers.
                 self.grace_is_over() || !ours && !self.grace.blind
             }
