@@ -50,7 +50,7 @@ impl<M: Memory> Core<M> {
         let grace = Grace::new(false);
         let mut idle = Idle::new(self.wait, self.cores, &grace);
         let mut tend_at = Instant::now() + NAP;
-        let mut slow_get = false;
+        let (mut slow_get, mut stood_back) = (false, false);
         let mut awaited = None;
         let mut now = Instant::now();
         // How many looks in a row it has taken spinning.
@@ -58,8 +58,8 @@ impl<M: Memory> Core<M> {
         while self.state() != State::Closed {
             let ticket = self.bell().ticket();
             let stands_back = self.drivers.load(Ordering::SeqCst) > 0;
-            if stands_back {
-                // Others wait, and their time is not its own.
+            if mem::replace(&mut stood_back, stands_back) && !stands_back {
+                // Others have waited meanwhile, and their time is not its own.
                 idle.forget();
             }
             let hands = if stands_back { None } else { self.driving.try_lock() };
