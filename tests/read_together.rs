@@ -50,6 +50,18 @@ fn round(from: &Relay, relay: &Relay) -> Vec<Result<Vec<u8>, Error>> {
     outcomes
 }
 
+/// How many common reads there were, and how many gets the largest had.
+fn counted(engine: &Hooked) -> [Arc<AtomicUsize>; 2] {
+    let [together, most] = [(); 2].map(|()| Arc::new(AtomicUsize::new(0)));
+    let (counts, longest) = (Arc::clone(&together), Arc::clone(&most));
+    engine.on_read_many(move |next, reads, deadline| {
+        counts.fetch_add(1, Ordering::SeqCst);
+        longest.fetch_max(reads.len(), Ordering::SeqCst);
+        next.read_many(reads, deadline)
+    });
+    [together, most]
+}
+
 fn assert_all_read(outcomes: Vec<Result<Vec<u8>, Error>>) {
     for (n, outcome) in (0..).zip(outcomes) {
         assert_eq!(outcome.unwrap(), [n]);
@@ -60,13 +72,7 @@ fn assert_all_read(outcomes: Vec<Result<Vec<u8>, Error>>) {
 fn what_is_queued_is_read_together() {
     within(WATCHDOG, || {
         let engine = Hooked::new("together");
-        let (together, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-        let (counts, longest) = (Arc::clone(&together), Arc::clone(&most));
-        engine.on_read_many(move |next, reads, deadline| {
-            counts.fetch_add(1, Ordering::SeqCst);
-            longest.fetch_max(reads.len(), Ordering::SeqCst);
-            next.read_many(reads, deadline)
-        });
+        let [together, most] = counted(&engine);
         let relay = relay(&engine);
         // Whoever waits reads his own get, and so may read most of them before the thread comes.
         while together.load(Ordering::SeqCst) < 8 {
@@ -81,13 +87,7 @@ fn what_is_queued_is_read_together() {
 fn a_common_read_leaves_half_of_the_free_receive_slots_to_others() {
     within(WATCHDOG, || {
         let engine = Hooked::new("leaves-slots");
-        let (together, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
-        let (counts, longest) = (Arc::clone(&together), Arc::clone(&most));
-        engine.on_read_many(move |next, reads, deadline| {
-            counts.fetch_add(1, Ordering::SeqCst);
-            longest.fetch_max(reads.len(), Ordering::SeqCst);
-            next.read_many(reads, deadline)
-        });
+        let [together, most] = counted(&engine);
         let relay = relay_of(&engine, 4);
         while together.load(Ordering::SeqCst) < 4 {
             assert_all_read(round(&relay, &relay));
