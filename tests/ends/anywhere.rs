@@ -3,7 +3,7 @@
 use std::{
     cell::RefCell,
     sync::{
-        Arc,
+        Arc, Barrier,
         atomic::{AtomicBool, Ordering},
     },
     thread::{self, JoinHandle},
@@ -29,6 +29,7 @@ cases! {
     m2_a_drop_by_a_thread_of_the_relay_returns,
     m2_a_close_by_the_closer_itself_returns,
     m2_relays_whose_threads_close_each_other_end,
+    m2_relays_whose_threads_close_each_other_at_once_end_in_their_time,
     m2_a_drop_with_a_threads_locals_beside_other_drops_in_any_order,
     m2_a_drop_by_who_takes_its_completions,
     j7_a_notifier_that_panics_fails_what_is_open_and_the_relay_closes,
@@ -165,31 +166,52 @@ fn m2_a_close_by_the_closer_itself_returns() {
 
 fn m2_relays_whose_threads_close_each_other_end() {
     for place in ["poll", "tend", "read"] {
-        let held: [Shared; 2] = Default::default();
-        let (tx, rx) = unbounded();
-        let relays = [0, 1].map(|n| {
-            let (other, tx) = (Arc::clone(&held[1 - n]), tx.clone());
-            let engine = engine_that(place, move || {
-                let Some(relay) = other.lock().take() else { return };
-                assert_eq!(relay.close(WATCHDOG).spans_kept, 0);
-                tx.send(()).unwrap();
-            });
-            Arc::new(Relay::new(engine.engine(), &small().with_credits(4)).unwrap())
-        });
-        for (relay, held) in relays.iter().zip(&held) {
-            *held.lock() = Some(Arc::clone(relay));
-        }
-        let waiting: Vec<_> =
-            [0, 1].into_iter().flat_map(|n| at_work(&relays[n], &relays[1 - n])).collect();
-        rx.recv_timeout(WATCHDOG).unwrap_or_else(|_| panic!("never closed in {place}"));
-        for relay in &relays {
-            relay.close(WATCHDOG);
-        }
-        each_ends(waiting);
-        held.iter().for_each(|held| *held.lock() = None);
-        drop(relays);
-        eventually(0, || threads_named("relay-"));
+        close_each_other(place, None);
     }
+}
+
+/// Each waits for the other's thread then, and only the time that it was given ends that.
+fn m2_relays_whose_threads_close_each_other_at_once_end_in_their_time() {
+    // Not a poll: who waits for a token polls in place of the relay's thread.
+    for place in ["tend", "read"] {
+        close_each_other(place, Some(Arc::new(Barrier::new(2))));
+    }
+}
+
+/// How long a close has that may wait for one which waits for it.
+const MUTUAL: Duration = Duration::from_secs(6);
+
+/// `meet`: where both are before either closes.
+fn close_each_other(place: &str, meet: Option<Arc<Barrier>>) {
+    let held: [Shared; 2] = Default::default();
+    let (tx, rx) = unbounded();
+    let relays = [0, 1].map(|n| {
+        let (other, tx, meet) = (Arc::clone(&held[1 - n]), tx.clone(), meet.clone());
+        let engine = engine_that(place, move || {
+            let Some(relay) = other.lock().take() else { return };
+            if let Some(meet) = &meet {
+                meet.wait();
+            }
+            assert_eq!(relay.close(MUTUAL).spans_kept, 0);
+            tx.send(()).unwrap();
+        });
+        Arc::new(Relay::new(engine.engine(), &small().with_credits(4)).unwrap())
+    });
+    for (relay, held) in relays.iter().zip(&held) {
+        *held.lock() = Some(Arc::clone(relay));
+    }
+    let waiting: Vec<_> =
+        [0, 1].into_iter().flat_map(|n| at_work(&relays[n], &relays[1 - n])).collect();
+    for _ in 0..if meet.is_some() { 2 } else { 1 } {
+        rx.recv_timeout(WATCHDOG).unwrap_or_else(|_| panic!("never closed in {place}"));
+    }
+    for relay in &relays {
+        relay.close(WATCHDOG);
+    }
+    each_ends(waiting);
+    held.iter().for_each(|held| *held.lock() = None);
+    drop(relays);
+    eventually(0, || threads_named("relay-"));
 }
 
 fn m2_a_drop_with_a_threads_locals_beside_other_drops_in_any_order() {
