@@ -348,19 +348,24 @@ fn a_sleeper_sees_the_event_or_the_ringer_sees_the_sleeper() {
     });
 }
 
+/// Queues, and leaves with the credit that came.
+fn wait_for_one_of(credits: &Arc<Credits>) -> impl FnOnce() -> Option<u32> + 'static {
+    let credits = Arc::clone(credits);
+    move || {
+        let queued = credits.enqueue();
+        while queued.credit().is_none() {
+            thread::yield_now();
+        }
+        queued.leave()
+    }
+}
+
 #[test]
 fn l1_a_credit_that_comes_back_reaches_who_waits() {
     loom::model(|| {
         let credits = Arc::new(Credits::full(1));
         let credit = credits.try_take().unwrap();
-        let other = Arc::clone(&credits);
-        let waiting = thread::spawn(move || {
-            let queued = other.enqueue();
-            while queued.credit().is_none() {
-                thread::yield_now();
-            }
-            queued.leave()
-        });
+        let waiting = thread::spawn(wait_for_one_of(&credits));
         credits.give_back(credit);
         assert_eq!(waiting.join().unwrap(), Some(0));
         assert_eq!((credits.free(), credits.waiting()), (0, 0));
@@ -385,14 +390,7 @@ fn l1_a_cold_credit_that_comes_back_reaches_who_waits() {
     loom::model(|| {
         let credits = Arc::new(Credits::with_warm(2, 1));
         let [warm, cold] = [(); 2].map(|()| credits.try_take().unwrap());
-        let other = Arc::clone(&credits);
-        let waiting = thread::spawn(move || {
-            let queued = other.enqueue();
-            while queued.credit().is_none() {
-                thread::yield_now();
-            }
-            queued.leave()
-        });
+        let waiting = thread::spawn(wait_for_one_of(&credits));
         credits.give_back(warm);
         credits.give_back(cold);
         assert!(waiting.join().unwrap().is_some());
